@@ -130,7 +130,8 @@ def keeps_inference_tensors(model: PreTrainedModel) -> bool:
     def finds(value: Any) -> bool:
         if isinstance(value, Tensor):
             return value.is_inference()
-        if id(value) in seen or isinstance(value, str | int | float | type | PreTrainedConfig):
+        is_ours = type(value).__module__.startswith("hf_paged.")
+        if is_ours or id(value) in seen or isinstance(value, str | int | float | type | PreTrainedConfig):
             return False
         seen.add(id(value))
         if isinstance(value, dict):

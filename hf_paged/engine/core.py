@@ -30,10 +30,8 @@ from hf_paged.engine.run import Run
 from hf_paged.engine.worker import StepWorker
 from hf_paged.memory.kv_cache import KVCache
 from hf_paged.model.bound_model import BoundModel
-from hf_paged.model.decoder_layers import DecoderLayers
-from hf_paged.model.fused_layers import FusedLayers
 from hf_paged.model.latents import Latents
-from hf_paged.model.linears import Linears
+from hf_paged.model.layers import Layers
 from hf_paged.model.runner import ModelRunner
 from hf_paged.model.step_memory import StepMemory
 from hf_paged.model.traits import ModelTraits
@@ -48,9 +46,7 @@ class EngineCore:
     """State, and who runs the steps over it. What callers may do to it is elsewhere: rows, forwards, calls.
 
     Attributes:
-        linears: The engine's way to compute linear layers,
-        fused: norms, gated MLPs and rotary embeddings, and
-        decoder_layers: decoder layers that consist of both.
+        layers: The engine's ways to compute the model's modules.
         bound: The model as forwards call it.
         post: See `StepLoop.post`.
         ranks: This rank's end of what several do together; `None`: the model is whole.
@@ -74,13 +70,13 @@ class EngineCore:
             )
         self.config = config
         self.traits = traits
-        self.linears = Linears(model)
-        self.fused = FusedLayers(model)
-        self.decoder_layers = DecoderLayers(model, self.fused, self.linears)
+        self.layers = Layers(model)
         latents = Latents(model, traits.layers)
-        self.weights_version = state = WeightsVersion(model, self.linears, self.fused, latents)
+        self.weights_version = state = WeightsVersion(model, self.layers, latents)
         # What a user's own code sees is its to keep, and must be ordinary tensors.
-        self.bound = bound = BoundModel(model, forward, self._layers, traits, lambda: state.is_plain, config, latents)
+        self.bound = bound = BoundModel(
+            model, forward, self.layers.scope, traits, lambda: state.is_plain, config, latents
+        )
         self.runner = ModelRunner(bound, lambda: state.num_moves, config)
         groups = CacheGroups.of(traits.stored)
         self.pool = KVPool(
@@ -100,12 +96,6 @@ class EngineCore:
         self.runs: set[Run] = set()
         self.num_generated_tokens = 0
         self.num_drafts = (0, 0)
-
-    @contextmanager
-    def _layers(self) -> Iterator[None]:
-        """Within it, the engine's ways compute the layers of forwards on this thread."""
-        with self.fused.scope(), self.linears.scope(), self.decoder_layers.scope():
-            yield
 
     @property
     def model(self) -> PreTrainedModel:

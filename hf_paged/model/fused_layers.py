@@ -1,32 +1,18 @@
-"""`FusedLayers`: norms, gates and rotary embeddings of the engine's forwards, in one kernel each."""
+"""Norms and gated MLPs of the engine's forwards, one pass over memory where transformers' code makes two to ten.
+
+A module is taken for what it computes: its own forward and the kernel have to agree on inputs of all sizes.
+"""
 
 from __future__ import annotations
 
-import logging
-import weakref
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_paged.kernels.availability import layer_kernels
 from hf_paged.kernels.layers import InputError, LayerKernels
-from hf_paged.model.fused_rotary import RotaryAttention, RotaryForward, find_rotary
-from hf_paged.model.module_overrides import (
-    ModuleOverride,
-    has_hooks,
-    is_library_code,
-    is_untouched,
-    not_overriding,
-    overriding,
-)
-from hf_paged.model.placement import Placement
+from hf_paged.model.module_overrides import ModuleOverride, Survey, has_hooks, is_library_code, is_untouched
 from hf_paged.model.trial import agrees, attempt
-
-logger = logging.getLogger(__name__)
 
 # The activations x * sigmoid(linear * x + cubic * x³): SiLU, GELU by tanh (tanh(u) is 2 sigmoid(2u) - 1), quick GELU.
 ACTIVATIONS = ((1.0, 0.0), (2 * (2 / torch.pi) ** 0.5, 2 * (2 / torch.pi) ** 0.5 * 0.044715), (1.702, 0.0))
@@ -76,92 +62,11 @@ class GatedMLP(ModuleOverride):
         return module.down_proj(product)
 
 
-class FusedLayers:
-    """Norms, gated MLPs and rotary embeddings, one pass over memory each where transformers' code makes two to ten.
-
-    A module is taken for what it computes, not for its name: its own forward and the kernel have to agree on inputs of
-    all sizes. Weights are read where they are, nothing is copied. Only the thread inside `scope` sees any of it.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        """Does nothing before the first `scope`. The model is held weakly."""
-        self._model = weakref.ref(model)
-        self._placement = Placement(model)
-        self._calls: list[ModuleOverride] | None = None
-        self._rotary_forwards: list[RotaryForward] = []
-        self._made_for: tuple[torch.dtype, torch.device] | None = None
-
-    @contextmanager
-    def scope(self) -> Iterator[None]:
-        """Within it, forwards on this thread take the kernels. Autocast and autograd take the modules' own way."""
-        placement = self._placement()
-        if (
-            placement is None
-            or self._placement.is_spread
-            or torch.is_grad_enabled()
-            or torch.is_autocast_enabled(placement[1].type)
-        ):
-            with not_overriding(self._calls or ()):
-                yield
-            return
-        if self._made_for != placement:
-            self._calls, self._made_for = None, placement
-        calls = self._calls  # which another thread may drop meanwhile
-        if calls is None:
-            model = self._model()
-            assert model is not None
-            calls = self._calls = _find(model, *placement)
-            rotary = (call.changed for call in calls if isinstance(call, RotaryAttention))
-            self._rotary_forwards = list(dict.fromkeys(rotary))
-        for forward in self._rotary_forwards:
-            forward.look_up()
-        with overriding(calls):
-            yield
-
-    @property
-    def calls(self) -> list[ModuleOverride] | None:
-        """Those modules: the same list as long as nothing has changed; `None`: not yet known."""
-        return self._calls
-
-    def forget(self) -> None:
-        """Lets the next `scope` find the layers anew: modules have other code, or compute with other numbers.
-
-        In a `scope` that is open, they compute as they are from now on.
-        """
-        calls, self._calls = self._calls or (), None
-        for call in calls:
-            call.thread_id = None
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def _find(model: nn.Module, dtype: torch.dtype, device: torch.device) -> list[ModuleOverride]:
-    kernels = layer_kernels(dtype, device)
-    if isinstance(kernels, str):
-        logger.info("hf_paged: norms, gates and rotary embeddings are not fused: the kernels %s", kernels)
-        return []
-    generator = torch.Generator("cpu").manual_seed(0)
-    known: dict[Hashable, bool] = {}
-    forwards: dict[FunctionType, RotaryForward | None] = {}
-    calls: list[ModuleOverride] = []
-    for module in model.modules():
-        if not is_untouched(module) or not is_library_code(module) or has_hooks(module):
-            continue
-        call = (
-            _norm(module, kernels, generator, dtype, device)
-            or _gated_mlp(module, kernels, generator, dtype, device, known)
-            or find_rotary(module, kernels, dtype, device, forwards)
-        )
-        if call is not None:
-            calls.append(call)
-    logger.info("hf_paged: %d norms, gated MLPs and rotary embeddings are fused", len(calls))
-    return calls
-
-
-def _norm(
-    module: Any, kernels: LayerKernels, generator: torch.Generator, dtype: torch.dtype, device: torch.device
-) -> Norm | None:
-    """A module with one vector of weights that computes one of `NORMS`."""
+def find_norm(module: Any, survey: Survey) -> Norm | None:
+    """For a module with one vector of weights that computes one of `NORMS`."""
+    if (kernels := kernels_for(module, survey)) is None:
+        return None
+    dtype, device = survey.dtype, survey.device
     weight = getattr(module, "weight", None)
     eps = "variance_epsilon" if hasattr(module, "variance_epsilon") else "eps"
     if (
@@ -175,7 +80,7 @@ def _norm(
         or any(True for _ in module.children())
     ):
         return None
-    states = torch.randn(4, len(weight), generator=generator, device="cpu")
+    states = torch.randn(4, len(weight), generator=survey.generator, device="cpu")
     states *= torch.tensor([[1e-3], [0.1], [1.0], [30.0]], device="cpu")  # eps matters in the first
     states = states.to(device, dtype)
     truth = attempt(module, states)
@@ -191,15 +96,10 @@ def _norm(
     return None
 
 
-def _gated_mlp(
-    module: Any,
-    kernels: LayerKernels,
-    generator: torch.Generator,
-    dtype: torch.dtype,
-    device: torch.device,
-    known: dict[Hashable, bool],
-) -> GatedMLP | None:
-    """A module with the usual layers that does nothing else with them; tried once for modules of the same settings."""
+def find_gated_mlp(module: Any, survey: Survey) -> GatedMLP | None:
+    """For a module with the usual layers that does nothing else with them; tried once for the same settings."""
+    if (kernels := kernels_for(module, survey)) is None:
+        return None
     layers = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "gate_up_proj", "down_proj")]
     activation = activation_of(module)
     has_layers = layers[3] is not None and ((layers[0] is None) == (layers[1] is None) != (layers[2] is None))
@@ -218,13 +118,19 @@ def _gated_mlp(
     settings = {name: value for name, value in vars(module).items() if isinstance(value, bool | int | float | str)}
     settings.pop("layer_idx", None)
     kind = (type(module), coefficients, *sorted((name, repr(value)) for name, value in settings.items()))
-    if kind not in known:
-        states = torch.randn(1, 3, width, generator=generator, device="cpu")
+    if kind not in survey.known:
+        states = torch.randn(1, 3, width, generator=survey.generator, device="cpu")
         states *= torch.tensor([[1.0], [30.0], [1e4]], device="cpu")  # bounds matter in the last
-        states = states.to(device, dtype)
+        states = states.to(survey.device, survey.dtype)
         truth = attempt(module, states)
-        known[kind] = isinstance(truth, Tensor) and _agrees_where_finite(call.compute(states), truth)
-    return call if known[kind] else None
+        survey.known[kind] = isinstance(truth, Tensor) and _agrees_where_finite(call.compute(states), truth)
+    return call if survey.known[kind] else None
+
+
+def kernels_for(module: nn.Module, survey: Survey) -> LayerKernels | None:
+    """The kernels, for a module that may be called for a trial."""
+    may_try = is_untouched(module) and is_library_code(module) and not has_hooks(module)
+    return survey.kernels if may_try else None
 
 
 def _agrees_where_finite(result: Tensor, truth: Tensor) -> bool:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_paged.kernels.layers import InputError, LayerKernels
-from hf_paged.model.module_overrides import ModuleOverride
+from hf_paged.model.fused_layers import kernels_for
+from hf_paged.model.module_overrides import ModuleOverride, Survey
 from hf_paged.model.trial import agrees, attempt
 
 NAME = "apply_rotary_pos_emb"  # what the function is called in every model of transformers that has it
@@ -74,27 +75,19 @@ class RotaryAttention(ModuleOverride):
         return self.changed.run(self.module, *args, **kwargs)
 
 
-def find_rotary(
-    module: nn.Module,
-    kernels: LayerKernels,
-    dtype: torch.dtype,
-    device: torch.device,
-    known: dict[FunctionType, RotaryForward | None],
-) -> ModuleOverride | None:
-    """A module whose forward calls `apply_rotary_pos_emb`, if that computes one of `ROTARIES`.
-
-    Args:
-        known: What was found for other modules, by their class's forward; added to.
-    """
+def find_rotary(module: nn.Module, survey: Survey) -> RotaryAttention | None:
+    """For a module whose forward calls `apply_rotary_pos_emb`, if that computes one of `ROTARIES`."""
+    if (kernels := kernels_for(module, survey)) is None:
+        return None
     forward: Any = type(module).forward
     if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
         return None
     if NAME not in forward.__code__.co_names or NAME not in forward.__globals__:
         return None
-    if forward not in known:
-        rotary = _same_rotary(forward.__globals__, kernels, dtype, device)
-        known[forward] = None if rotary is None else RotaryForward(forward, rotary)
-    changed = known[forward]
+    if forward not in survey.known:
+        rotary = _same_rotary(forward.__globals__, kernels, survey.dtype, survey.device)
+        survey.known[forward] = None if rotary is None else RotaryForward(forward, rotary)
+    changed = survey.known[forward]
     return None if changed is None else RotaryAttention(module, changed)
 
 

@@ -286,7 +286,7 @@ class Mixers:
         self._kinds = kinds
         self._found: list[_Mixer] | None = None
 
-    def scope(self) -> AbstractContextManager[None]:
+    def scope(self) -> AbstractContextManager[object]:
         """Within it, forwards of a step call them as `StateStep` does."""
         if self._found is None:
             model = self._model()

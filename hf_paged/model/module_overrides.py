@@ -5,15 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks as _GLOBAL_HOOKS
 from torch.nn.modules.module import _global_forward_pre_hooks as _GLOBAL_PRE_HOOKS
+from torch.utils.hooks import RemovableHandle
 from transformers.utils import output_capturing
 from transformers.utils.output_capturing import _active_collector
 
-from hf_paged.kernels.layers import InputError
+from hf_paged.kernels.layers import InputError, LayerKernels
+
+SharedT = TypeVar("SharedT")
 
 # Where `module.compile()` leaves its result: called instead of the module, never copied nor pickled with it.
 CALL = "_compiled_call_impl"
@@ -63,9 +67,42 @@ class ModuleOverride:
         return self.module._call_impl(*args, **kwargs)
 
 
+class Survey:
+    """What is found while a model's modules are looked at, children before their parents.
+
+    Attributes:
+        dtype: Of the model, and
+        device: where it is.
+        kernels: For what lies between its matrix products; `None`: there are none, or its layers are spread.
+        found: By the modules' ids, what stands in for them.
+        known: Of kinds of modules that were tried, what came of it.
+        generator: Of what they are tried with.
+        last: The attention of the layer that comes last.
+        hooks: How many hooks this process had ever registered when `found` was last looked at for them.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, kernels: LayerKernels | None) -> None:
+        self.dtype, self.device, self.kernels = dtype, device, kernels
+        self.found: dict[int, ModuleOverride] = {}
+        self.known: dict[Any, Any] = {}
+        self.generator = torch.Generator("cpu").manual_seed(0)
+        self.last: nn.Module | None = None
+        self.hooks = -1
+
+    @property
+    def has_new_hooks(self) -> bool:
+        """Whether hooks may look on of which `found` was not looked at for."""
+        return self.hooks != RemovableHandle.next_id or bool(_active_collector.get())
+
+    def shared(self, kind: type[SharedT]) -> SharedT:
+        """The one object of a class that all overrides share."""
+        one: SharedT = self.known.setdefault(kind, kind())
+        return one
+
+
 @contextmanager
-def overriding(calls: Iterable[ModuleOverride]) -> Iterator[None]:
-    """Within it, forwards on this thread compute these modules the other way.
+def overriding(calls: Iterable[ModuleOverride]) -> Iterator[list[ModuleOverride]]:
+    """Within it, forwards on this thread compute these modules the other way; gives those that are.
 
     Not those that have been given a forward of their own since, unless they are needed.
     """
@@ -79,7 +116,7 @@ def overriding(calls: Iterable[ModuleOverride]) -> Iterator[None]:
         for call in taken:
             call.thread_id = thread_id
             call.module.__dict__[CALL] = call
-        yield
+        yield taken
     finally:
         _give_back(taken)
 

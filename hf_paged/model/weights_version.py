@@ -15,10 +15,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from hf_paged.core.errors import UnsupportedCallError, UnsupportedModelError
 from hf_paged.core.process import PROCESS, Lasting
-from hf_paged.model.fused_layers import FusedLayers
 from hf_paged.model.hooks import HookWatch, all_modules, is_for_rows
 from hf_paged.model.latents import Latents
-from hf_paged.model.linears import Linears
+from hf_paged.model.layers import Layers
 from hf_paged.model.module_overrides import CALL, is_library_code, is_of_library
 from hf_paged.model.placement import Placement
 from hf_paged.model.sharding import ranks_of, why_not_whole
@@ -57,22 +56,19 @@ class WeightsVersion(Lasting):
     def __init__(
         self,
         model: nn.Module,
-        linears: Linears | None = None,
-        fused: FusedLayers | None = None,
+        layers: Layers | None = None,
         latents: Latents | None = None,
     ) -> None:
         """Watches `model`.
 
         Args:
             model: Held weakly.
-            linears: Were found by where its weights are, and are forgotten when these move.
-            fused: Hold its code, and numbers that it computes with, dropped when either changes.
+            layers: Hold its code, and numbers that it computes with; forgotten when these change, or kinds of weights.
             latents: Hold parts of its weights, or what its layers make of these, dropped when either changes.
         """
         self._model = weakref.ref(model)
         self._is_whole = ranks_of(model) is None
-        self._linears = linears
-        self._fused = fused
+        self._layers = layers
         self._latents = latents
         self.state: WeightsKey = ()
         self._tensors: list[weakref.ref[Tensor]] = []
@@ -115,12 +111,12 @@ class WeightsVersion(Lasting):
         versions = self._versions_of(tensors)
         is_same_program = self._has_same_numbers(modules, attributes, is_same_code) and is_same_code
         is_moved = [version[1:] for version in versions] != [version[1:] for version in self._versions]
-        is_same_weights = (
-            not self._was_stepped
-            and versions == self._versions
-            # Identity, not id(): a new parameter may lie where an old one was.
-            and all(seen() is tensor for seen, tensor in zip(self._tensors, tensors, strict=True))
+        # Identity, not id(): a new parameter may lie where an old one was.
+        are_same = len(tensors) == len(self._tensors) and all(
+            seen() is tensor for seen, tensor in zip(self._tensors, tensors, strict=True)
         )
+        are_same_kinds = are_same and [own[2:] for own in versions] == [own[2:] for own in self._versions]
+        is_same_weights = not self._was_stepped and are_same and versions == self._versions
         if not is_same_weights or not is_same_code:
             self._check_whole(model)
         samples = [sample for tensor in {id(t): t for t in tensors}.values() for sample in _samples(tensor)]
@@ -132,7 +128,9 @@ class WeightsVersion(Lasting):
         if not is_same_weights or not is_same_program:
             self._epoch += 1
         if is_moved or not is_same_program:
-            self._forget_program(is_moved or not is_same_code, not is_same_program)
+            self.num_moves += 1
+        if self._layers is not None and not (are_same_kinds and is_same_program):
+            self._layers.forget()
         device = placed[1].type if (placed := self._placement()) is not None else "cpu"
         is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         autocast = torch.get_autocast_dtype(device) if is_autocast else None
@@ -286,16 +284,10 @@ class WeightsVersion(Lasting):
 
     def forget(self) -> None:
         """Drops what was made from the model's weights, code and numbers; the next forwards make it anew."""
-        self._forget_program(True, True)
-        if self._latents is not None:
-            self._latents.forget()
-
-    def _forget_program(self, linears: bool, fused: bool) -> None:
         self.num_moves += 1
-        if self._linears is not None and linears:
-            self._linears.forget()
-        if self._fused is not None and fused:
-            self._fused.forget()
+        for made in (self._layers, self._latents):
+            if made is not None:
+                made.forget()
 
     def note_optimizer_step(self, optimizer: Optimizer) -> None:
         """Called after every step of every optimizer in the process."""
@@ -327,14 +319,14 @@ def _samples(tensor: Tensor) -> list[Tensor]:
     """Of a matrix on CPU, elements along diagonals, as bits: of each row and of each column at least one."""
     if type(tensor) is not nn.Parameter or tensor.ndim != 2 or not tensor.is_cpu or not tensor.numel():
         return []
-    (rows, columns), (down, right) = tensor.shape, tensor.stride()
-    side, longer = min(rows, columns), down if rows > columns else right
     if (integer := _INTEGERS.get(tensor.element_size())) is None:
         return []
+    (rows, columns), (down, right) = tensor.shape, tensor.stride()
+    (side, length), along = sorted((rows, columns)), down if rows > columns else right
     bits = tensor.detach().view(integer)
-    found = [bits.as_strided((max(rows, columns) // side, side), (side * longer, down + right))]
-    if max(rows, columns) % side:
-        found.append(bits[-side:, -side:].diagonal())
+    found = [bits.as_strided((length // side, side), (side * along, down + right))]
+    if length % side:
+        found.append(bits.as_strided((side,), (down + right,), bits.storage_offset() + (length - side) * along))
     return found
 
 

@@ -227,7 +227,7 @@ def test_layers_in_other_memory_are_not_taken(make_spread: MakePair) -> None:
     """Would break: a product with a weight that is not there, or held beside the one that is fetched."""
     pair = make_spread()
     pair.generate(**ragged_batch(), max_new_tokens=3)
-    assert pair.engine.core.linears._layers == []
+    assert not pair.engine.core.layers.found
     assert all(parameter.device.type == "meta" for parameter in pair.paged.parameters())
     pair.paged.model.layers[0].mlp.requires_grad_(False)
     assert not any(parameter.is_inference() for parameter in pair.paged.parameters())

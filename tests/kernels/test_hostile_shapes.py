@@ -29,8 +29,8 @@ from hf_paged.attention.backends.registry import choose
 from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.kernels import cpu, cpu_layers
 from hf_paged.kernels.layers import InputError, LayerKernels, _row_stride
-from hf_paged.model import fused_layers
 from hf_paged.model.fused_rotary import _Rotary
+from hf_paged.model.layers import Layers
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 CPU = torch.device("cpu")
@@ -401,9 +401,9 @@ def test_rotary_embeddings_of_any_shape(takes_part: bool) -> None:
 
 def own_and_fused(module: nn.Module) -> Callable[[Tensor], tuple[Any, Any]]:
     """What a module makes of a tensor by itself, and in the engine's forwards."""
-    layers = fused_layers.FusedLayers(module)
+    layers = Layers(module)
     with torch.no_grad(), layers.scope():
-        assert layers._calls
+        assert layers.found
 
     def both(states: Tensor) -> tuple[Any, Any]:
         with torch.no_grad():

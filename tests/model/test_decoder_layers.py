@@ -6,7 +6,6 @@ import copy
 import functools
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -21,8 +20,9 @@ from hf_paged.attention.context import WantedTokens
 from hf_paged.kernels import cpu_decoder, cpu_layers, cpu_linear
 from hf_paged.kernels.cpu_decoder import PIECE, CPUDecoderLayer, DecoderSettings, NormSettings, Scratch
 from hf_paged.kernels.layers import InputError
-from hf_paged.model import linears
-from hf_paged.model.decoder_layers import DecoderLayers, _calculates, _code, _DecoderLayer
+from hf_paged.model import layers
+from hf_paged.model.decoder_layers import DecoderLayer, _calculates, _code, find_decoder_layer
+from hf_paged.model.layers import KINDS
 
 F32, BF16 = torch.float32, torch.bfloat16
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -50,7 +50,7 @@ def patched(name: str, dtype: torch.dtype = F32) -> Any:
 
 
 def layers_of(model: Any) -> list[Any]:
-    return model.paged.core.decoder_layers._layers
+    return [layer for layer in model.paged.core.layers.found if isinstance(layer, DecoderLayer)]
 
 
 def logits_of(model: Any) -> list[Tensor]:
@@ -97,7 +97,7 @@ def test_bits(name: str, dtype: torch.dtype, calls: list[int], monkeypatch: pyte
     calls.clear()
     found = logits_of(model)
     assert set(calls) == {14, 2, 6}
-    monkeypatch.setattr(DecoderLayers, "scope", lambda self: nullcontext())
+    monkeypatch.setattr(layers, "KINDS", [find for find in KINDS if find is not find_decoder_layer])
     model.paged.reset_prefix_cache()
     calls.clear()
     assert all(torch.equal(one, other) for one, other in zip(found, logits_of(model), strict=True))
@@ -266,17 +266,17 @@ def test_weights_that_change_while_a_lone_caller_runs_steps(monkeypatch: pytest.
 def test_layers_that_another_thread_forgets_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Right when they were found."""
     stock, model = build("llama"), patched("llama")
-    own, numbers = linears._find, []
+    own, numbers = layers._survey, []
 
     def found(*args: Any) -> Any:
-        layers = own(*args)
-        numbers.append(len(layers))
-        thread = threading.Thread(target=model.paged.core.linears.forget)
+        survey = own(*args)
+        numbers.append(len(survey.found))
+        thread = threading.Thread(target=model.paged.core.layers.forget)
         thread.start()
         thread.join()
-        return layers
+        return survey
 
-    monkeypatch.setattr(linears, "_find", found)
+    monkeypatch.setattr(layers, "_survey", found)
     assert torch.equal(model.generate(IDS, **GREEDY), stock.generate(IDS, **GREEDY))
     assert numbers and all(numbers)
 
@@ -324,13 +324,13 @@ def test_weights_that_kernels_would_read_beyond(kind: str) -> None:
 def cut(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Tokens of each step whose last layer left some out, and how many were wanted."""
     numbers: list[tuple[int, int]] = []
-    own = _DecoderLayer._compute_some
+    own = DecoderLayer._compute_some
 
     def noting(self: Any, step: Any, wanted: WantedTokens, states: Tensor, angles: Any) -> Tensor:
         numbers.append((states.shape[1], len(wanted.rows)))
         return own(self, step, wanted, states, angles)
 
-    monkeypatch.setattr(_DecoderLayer, "_compute_some", noting)
+    monkeypatch.setattr(DecoderLayer, "_compute_some", noting)
     return numbers
 
 

@@ -20,9 +20,12 @@ from helpers.library_code import as_library_code
 from helpers.models import MODELS, build, random_ids
 from hf_paged import PagedCache
 from hf_paged.kernels import cpu_layers
-from hf_paged.model import decoder_layers, fused_layers, fused_rotary
-from hf_paged.model.fused_layers import ACTIVATIONS, FusedLayers, GatedMLP, Norm, _find
+from hf_paged.model import fused_layers, fused_rotary, layers
+from hf_paged.model.decoder_layers import find_decoder_layer
+from hf_paged.model.fused_layers import ACTIVATIONS, GatedMLP, Norm
 from hf_paged.model.fused_rotary import RotaryAttention
+from hf_paged.model.layers import KINDS, Layers
+from hf_paged.model.module_overrides import ModuleOverride
 
 F32, BF16 = torch.float32, torch.bfloat16
 F16 = torch.float16
@@ -146,10 +149,10 @@ def test_rotary(kind: str, dtype: torch.dtype, interleaved: bool, rotary_dim: in
 def test_triton_rounds_where_the_models_do(kind: str, dtype: torch.dtype, name: str) -> None:
     """What is found on CPU with the kernels in C is found with Triton's, too."""
     model = build(name).to(dtype)
-    expected = [(type(call), call.module) for call in _find(model, dtype, CPU)]
+    expected = [(type(call), call.module) for call in found_in(model, dtype)]
     with kernels(dtype, kind) as (layers, _), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_layers, "layer_kernels", lambda dtype, device: layers)
-        assert [(type(call), call.module) for call in _find(model, dtype, CPU)] == expected
+        patch.setattr("hf_paged.model.layers.layer_kernels", lambda dtype, device: layers)
+        assert [(type(call), call.module) for call in found_in(model, dtype)] == expected
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -173,11 +176,17 @@ def test_threads_change_nothing(dtype: torch.dtype) -> None:
 
 # What is found
 
+FUSED = (Norm, GatedMLP, RotaryAttention)
+
+
+def found_in(model: nn.Module, dtype: torch.dtype = F32) -> list[ModuleOverride]:
+    return [one for one in layers._survey(model, (dtype, CPU), False).found.values() if isinstance(one, FUSED)]
+
 
 def kinds(model: nn.Module, dtype: torch.dtype = F32) -> dict[type, set[str]]:
     """The names of the classes that each kind of call stands in for."""
     found: dict[type, set[str]] = {Norm: set(), GatedMLP: set(), RotaryAttention: set()}
-    for call in _find(model, dtype, CPU):
+    for call in found_in(model, dtype):
         found[type(call)].add(type(call.module).__name__)
     return found
 
@@ -187,7 +196,7 @@ def kinds(model: nn.Module, dtype: torch.dtype = F32) -> dict[type, set[str]]:
 def test_models(name: str, dtype: torch.dtype) -> None:
     """All norms without a mean, all gated MLPs and all rotary embeddings of every tested model, and nothing else."""
     model = build(name).to(dtype)
-    calls = _find(model, dtype, CPU)
+    calls = found_in(model, dtype)
     found = {call.module for call in calls}
     for module in model.modules():
         kind = type(module).__name__
@@ -259,7 +268,7 @@ def test_what_only_looks_alike(kind: type, monkeypatch: pytest.MonkeyPatch) -> N
             module.__class__ = kind
             if kind is _Scaled:
                 module.factor = nn.Parameter(torch.ones(1))
-    assert not any(isinstance(call.module, kind) for call in _find(model, F32, CPU))
+    assert not any(isinstance(call.module, kind) for call in found_in(model))
 
 
 @pytest.mark.parametrize("activation", [nn.ReLU(), nn.GELU(), nn.Tanh(), nn.Identity(), torch.exp, lambda x: None])
@@ -284,7 +293,7 @@ def test_a_users_modules_are_never_tried() -> None:
     model = build("llama")
     model.model.norm.__class__ = Norm
     model.model.layers[0].mlp.down_proj = nn.Sequential(model.model.layers[0].mlp.down_proj, Norm(32))
-    found = {call.module for call in _find(model, F32, CPU)}
+    found = {call.module for call in found_in(model)}
     assert not tried and model.model.norm not in found and model.model.layers[0].mlp not in found
     assert model.model.layers[1].mlp in found
 
@@ -293,19 +302,19 @@ def test_a_users_modules_are_never_tried() -> None:
 
 
 def fused(model: Any) -> list[Any]:
-    calls = model.paged.core.fused._calls
+    calls = [call for call in model.paged.core.layers.found if isinstance(call, FUSED)]
     assert calls, "nothing is fused"
     return calls
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits(name: str) -> None:
+def test_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompt and decode steps of a model with fused layers, beside the same model without."""
     model = hf_paged.patch(build(name), num_blocks=256, block_size=4)
     results = []
     for is_fused in (True, False):
         if not is_fused:
-            model.paged.core.fused._calls = []
+            monkeypatch.setattr(layers, "KINDS", ())
         model.paged.reset_prefix_cache()
         cache = PagedCache(model)
         with torch.no_grad():
@@ -316,7 +325,7 @@ def test_logits(name: str) -> None:
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels in C that are called, one after another; decoder layers, which call them from C, are not taken."""
-    monkeypatch.setattr(decoder_layers, "_find", lambda *_: [])
+    monkeypatch.setattr(layers, "KINDS", [find for find in KINDS if find is not find_decoder_layer])
     names: list[str] = []
     for name in ("rms_norm", "gate", "rotary"):
         original = getattr(cpu_layers.CPULayers, name)
@@ -360,10 +369,10 @@ def test_under_autocast_inside_of_what_is_not(used: list[str]) -> None:
     with torch.no_grad():
         with torch.autocast("cpu", dtype=BF16):
             expected = layer.mlp(layer.input_layernorm(states))
-        with engine.core._layers():
-            with torch.autocast("cpu", dtype=BF16), engine.core._layers():
+        with engine.core.layers.scope():
+            with torch.autocast("cpu", dtype=BF16), engine.core.layers.scope():
                 found = layer.mlp(layer.input_layernorm(states))
-                with torch.autocast("cpu", enabled=False), engine.core._layers():
+                with torch.autocast("cpu", enabled=False), engine.core.layers.scope():
                     layer.mlp(layer.input_layernorm(states))
             assert not used
             layer.mlp(layer.input_layernorm(states))
@@ -484,22 +493,22 @@ def test_rotary_calls_of_another_kind(arguments: dict[str, Any]) -> None:
 
 
 def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_layers, "layer_kernels", lambda dtype, device: "can't be compiled here")
+    monkeypatch.setattr(layers, "layer_kernels", lambda dtype, device: "can't be compiled here")
     model = hf_paged.patch(build("llama"), num_blocks=64)
     assert torch.equal(model.generate(IDS, **GREEDY), build("llama").generate(IDS, **GREEDY))
-    assert model.paged.core.fused._calls == []
+    assert not any(isinstance(call, FUSED) for call in model.paged.core.layers.found)
 
 
 def test_a_model_that_is_gone() -> None:
-    layers = FusedLayers(build("llama"))
-    with torch.no_grad(), layers.scope():
-        assert layers._calls is None
+    own = Layers(build("llama"))
+    with torch.no_grad(), own.scope():
+        assert own.found == []
 
 
 def test_nothing_is_made_in_inference_mode() -> None:
     model: LlamaForCausalLM = build("llama")
     with torch.inference_mode():
-        calls = _find(model, F32, CPU)
+        calls = found_in(model)
     assert calls and torch.is_grad_enabled()
 
 

@@ -29,9 +29,13 @@ from helpers.requests import held_step
 from hf_paged import PagedCache
 from hf_paged.attention.context import is_sentinel
 from hf_paged.kernels import cpu_linear
+from hf_paged.kernels.cpu_decoder import Scratch
 from hf_paged.kernels.cpu_linear import CPULinear
-from hf_paged.model import decoder_layers, linears
-from hf_paged.model.linears import Linears
+from hf_paged.model import layers, linears
+from hf_paged.model.decoder_layers import DecoderLayer, find_decoder_layer
+from hf_paged.model.layers import KINDS, Layers
+from hf_paged.model.linears import Linear
+from hf_paged.model.module_overrides import ModuleOverride
 from hf_paged.model.weights_version import _samples
 
 pytestmark = [
@@ -87,7 +91,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         return results
 
     monkeypatch.setattr(CPULinear, "multiply_all", counting)
-    monkeypatch.setattr(decoder_layers, "_find", lambda *_: [])
+    monkeypatch.setattr(layers, "KINDS", [find for find in KINDS if find is not find_decoder_layer])
     return numbers
 
 
@@ -116,7 +120,11 @@ def assert_clean(model: nn.Module) -> None:
         assert "forward" not in module.__dict__, name
         for value in vars(module).values():
             owner = getattr(value, "__self__", value)
-            assert type(owner).__module__ != linears.__name__, name
+            assert not isinstance(owner, ModuleOverride), name
+
+
+def linears_of(model: Any) -> list[Linear]:
+    return [layer for layer in model.paged.core.layers.found if isinstance(layer, Linear)]
 
 
 # The same tokens
@@ -127,7 +135,7 @@ def test_tokens(name: str, calls: Calls) -> None:
     stock = make(name)
     model = patch(make(name))
     compare(stock, model)
-    assert len(model.paged.core.linears.layers) == (2 * 7 + 1 if name == "llama" else 2 * 4 + 1)
+    assert len(linears_of(model)) == (2 * 7 + 1 if name == "llama" else 2 * 4 + 1)
     calls.clear()
     for arguments in (
         {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 6},
@@ -172,14 +180,14 @@ def test_shapes(calls: Calls) -> None:
             with torch.no_grad():
                 expected = layer(states)
                 calls.clear()
-                with model.paged.core.linears.scope():
+                with model.paged.core.layers.scope():
                     found = layer(states)
             assert calls == [1]
             assert found.shape == expected.shape and found.is_contiguous() == expected.is_contiguous()
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         calls.clear()
         for own in (torch.float64, torch.bfloat16):  # refused by torch, in torch's words
-            with torch.no_grad(), model.paged.core.linears.scope(), pytest.raises(RuntimeError, match="dtype"):
+            with torch.no_grad(), model.paged.core.layers.scope(), pytest.raises(RuntimeError, match="dtype"):
                 layer(torch.randn(2, width, dtype=own))
         assert not calls
 
@@ -189,7 +197,7 @@ def test_an_argument_by_its_name() -> None:
     model = patch(make("gpt2"))
     model.generate(IDS, **GREEDY)
     states = torch.randn(2, 384)
-    with torch.no_grad(), model.paged.core.linears.scope():
+    with torch.no_grad(), model.paged.core.layers.scope():
         torch.testing.assert_close(model.lm_head(input=states), states @ model.lm_head.weight.t())
         model.transformer.h[0].attn.c_attn(x=states)
 
@@ -482,7 +490,7 @@ def test_a_forward_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(type(error)):
                 model.generate(IDS, **GREEDY)
         assert_clean(model)
-        assert all(layer.thread_id is None for layer in model.paged.core.linears._layers)
+        assert all(layer.thread_id is None for layer in model.paged.core.layers.found)
     compare(stock, model)
 
 
@@ -543,7 +551,8 @@ def test_a_model_takes_no_more_memory_than_stock_and_its_pool(name: str, monkeyp
     for _ in range(2):
         model.generate(IDS, **GREEDY)
     core = model.paged.core
-    others = [core.kv_cache.tensor, *(layer.scratch._memory for layer in core.decoder_layers._layers[:1])]
+    others = [core.kv_cache.tensor]
+    others += [one.survey.shared(Scratch)._memory for one in core.layers.found if isinstance(one, DecoderLayer)][:1]
     others += core.weights_version._samples
     num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in others)
     assert bytes_held() - before - num_bytes < 1.01 * size + 2**16
@@ -590,7 +599,8 @@ def test_layers_that_are_not_taken() -> None:
         model.model.layers[0].mlp.up_proj.weight.detach().t().contiguous().t()
     )
     model.model.layers[1].self_attn.o_proj.weight.data = model.model.layers[1].self_attn.o_proj.weight.data.double()
-    taken = {id(layer.module) for layer in linears._find(model, linears._Runs())}
+    survey = layers._survey(model, (torch.float32, torch.device("cpu")), False)
+    taken = {id(layer.module) for layer in survey.found.values()}
     names = {name for name, module in model.named_modules() if id(module) in taken}
     assert "lm_head" not in names and "model.layers.1.self_attn.o_proj" not in names
     assert {"model.layers.0.mlp.up_proj", "model.layers.1.self_attn.q_proj"} <= names
@@ -631,7 +641,7 @@ def test_bit_for_bit(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
     calls.clear()
     joined = [logits(model, random_ids(2, length)) for length in (1, 5, 40)]
     assert 3 in calls
-    monkeypatch.setattr(linears._Runs, "note", lambda *_: None)
+    monkeypatch.setattr(linears.Runs, "note", lambda *_: None)
     model.paged.release()
     calls.clear()
     alone = [logits(model, random_ids(2, length)) for length in (1, 5, 40)]
@@ -658,7 +668,7 @@ def test_a_hook_on_one_of_them(calls: Calls) -> None:
     assert of_a_step(model, calls) == LLAMA
 
 
-class Layers(nn.Module):
+class Three(nn.Module):
     """Three layers, called in ways that models' code might."""
 
     def __init__(self) -> None:
@@ -692,8 +702,8 @@ JOINED = {"one input": 3, "in between": 2, "written": 2, "first only": 1, "last 
 @pytest.mark.parametrize("first", JOINED)
 def test_code_that_calls_them_otherwise(first: str, mode: Any, calls: Calls) -> None:
     """Would break: the result of another input, of an input that was written to, of another layer."""
-    model = Layers()
-    own = Linears(model)
+    model = Three()
+    own = Layers(model)
     largest = []
     torch.manual_seed(0)
     with mode():
@@ -713,8 +723,8 @@ def test_code_that_calls_them_otherwise(first: str, mode: Any, calls: Calls) -> 
 
 def test_results_that_are_not_taken(calls: Calls) -> None:
     """Computed for nothing once, and held by nothing behind the forward."""
-    model = Layers()
-    own = Linears(model)
+    model = Three()
+    own = Layers(model)
     with torch.no_grad():
         for way in ("one input", "first only", "one input"):
             calls.clear()

@@ -303,35 +303,43 @@ def test_a_number_moves_the_key(net: nn.Sequential, name: str) -> None:
     watch.assert_moved()
 
 
-def test_numbers_leave_copies_of_weights_alone(net: nn.Sequential) -> None:
-    """A module that counts its calls costs prefix hits, but no packing of weights anew."""
-    dropped: list[str] = []
+def test_what_was_made_of_the_code_is_forgotten(net: nn.Sequential) -> None:
+    """With it and its numbers, and with kinds of weights; not where weights only have other elements or places."""
+    dropped: list[int] = []
 
     class Made:
-        replacements = None
-
-        def __init__(self, name: str) -> None:
-            self.name = name
-
         def forget(self) -> None:
-            dropped.append(self.name)
-
-        def is_outdated(self) -> bool:
-            return False
+            dropped.append(1)
 
     net.append(Scaled())
-    state = WeightsVersion(net, Made("linears"), Made("fused"))  # type: ignore[arg-type]
+    state = WeightsVersion(net, Made())  # type: ignore[arg-type]
     state.key()
     dropped.clear()
-    before, moves = state.key(), state.num_moves
-    net[3].scale = 5.0
-    assert state.key() != before and state.num_moves == moves + 1 and dropped == ["fused"]
-    dropped.clear()
-    net[3].forward = lambda x: x
-    state.key()
-    assert dropped == ["linears", "fused"]
-    state.forget()
-    assert dropped == ["linears", "fused"] * 2
+
+    def move() -> None:
+        net[0].weight.data = net[0].weight.data.clone()
+
+    def change_dtype() -> None:
+        net[0].weight.data = net[0].weight.data.double()
+
+    def replace() -> None:
+        net[0].weight = nn.Parameter(net[0].weight.detach().float())
+
+    changes: list[tuple[Callable[[], Any], int, bool]] = [
+        (lambda: net[0].weight.data.mul_(2.0), 0, False),
+        (move, 1, False),
+        (lambda: setattr(net[3], "scale", 5.0), 1, True),
+        (lambda: setattr(net[3], "forward", lambda x: x), 1, True),
+        (change_dtype, 1, True),
+        (replace, 1, True),
+        (state.forget, 1, True),
+    ]
+    for change, num_moves, is_forgotten in changes:
+        before, moves = state.key(), state.num_moves
+        change()
+        is_other = state.key() != before or change == state.forget
+        assert (is_other, state.num_moves, bool(dropped)) == (True, moves + num_moves, is_forgotten)
+        dropped.clear()
 
 
 # Hooks and autocast: not the weights, but the keys and values all the same

@@ -1,0 +1,115 @@
+"""`Layers`: which of a model's modules the engine's forwards compute in ways of their own, and when."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from hf_paged.kernels.availability import layer_kernels
+from hf_paged.kernels.layers import LayerKernels
+from hf_paged.model.decoder_layers import DecoderLayer, find_decoder_layer
+from hf_paged.model.fused_layers import find_gated_mlp, find_norm
+from hf_paged.model.fused_rotary import RotaryForward, find_rotary
+from hf_paged.model.linears import Runs, find_linear
+from hf_paged.model.module_overrides import ModuleOverride, Survey, not_overriding, overriding
+from hf_paged.model.placement import Placement
+
+logger = logging.getLogger(__name__)
+
+# Each says what is to stand in for a module, or `None`; the first that has an answer is taken.
+KINDS: tuple[Callable[[nn.Module, Survey], ModuleOverride | None], ...] = (
+    find_linear,
+    find_norm,
+    find_gated_mlp,
+    find_rotary,
+    find_decoder_layer,
+)
+
+
+class Layers:
+    """The overrides of a model, found once for a state of its code and of the kinds of its weights.
+
+    Weights are read where they are, nothing is copied. Only the thread inside `scope` sees any of it: training, scoring
+    and other threads go through the modules as they are.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Does nothing before the first `scope`. The model is held weakly."""
+        self._model = weakref.ref(model)
+        self._placement = Placement(model)
+        self._made_for: tuple[object, ...] = ()
+        self._survey: Survey | None = None
+
+    @property
+    def found(self) -> list[ModuleOverride]:
+        """What stands in for modules in a `scope`; nothing before the first."""
+        survey = self._survey
+        return [] if survey is None else list(survey.found.values())
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Within it, forwards on this thread compute these modules our way, but for autocast and autograd."""
+        model, placement = self._model(), self._placement()
+        devices = {"cpu"} if placement is None else {"cpu", placement[1].type}
+        if model is None or torch.is_grad_enabled() or any(map(torch.is_autocast_enabled, devices)):
+            with not_overriding(self.found):
+                yield
+            return
+        made_for = placement, self._placement.is_spread
+        survey = self._survey  # which another thread may drop meanwhile
+        if survey is None or self._made_for != made_for:
+            survey = self._survey = _survey(model, *made_for)
+            self._made_for = made_for
+        for shared in survey.known.values():
+            if isinstance(shared, RotaryForward):
+                shared.look_up()
+        try:
+            with overriding(survey.found.values()) as taken:
+                _look_at_hooks(survey, taken)
+                yield
+        finally:
+            survey.shared(Runs).end()
+
+    def forget(self) -> None:
+        """Lets the next `scope` find the overrides anew. In one that is open, modules compute as they are."""
+        survey, self._survey = self._survey, None
+        for override in () if survey is None else survey.found.values():
+            override.thread_id = None
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _survey(model: nn.Module, placement: tuple[torch.dtype, torch.device] | None, is_spread: bool) -> Survey:
+    kernels: LayerKernels | str = "need one device"
+    dtype, device = placement or (torch.float32, torch.device("cpu"))
+    if placement is not None and not is_spread:
+        kernels = layer_kernels(dtype, device)
+    if isinstance(kernels, str):
+        logger.info("hf_paged: norms, gates and rotary embeddings are not fused: the kernels %s", kernels)
+    survey = Survey(dtype, device, None if isinstance(kernels, str) else kernels)
+    for module in reversed(list(model.modules())):
+        if survey.last is None and isinstance(getattr(module, "layer_idx", None), int):
+            survey.last = module
+        override = next((one for find in KINDS if (one := find(module, survey)) is not None), None)
+        if override is not None:
+            survey.found[id(module)] = override
+    counts = Counter(type(override).__name__ for override in survey.found.values())
+    logger.info("hf_paged: computed in ways of ours: %s", dict(counts))
+    return survey
+
+
+def _look_at_hooks(survey: Survey, taken: list[ModuleOverride]) -> None:
+    """Lets those decoder layers be computed in C none of whose modules has hooks, or is left out of `taken`."""
+    layers = [override for override in taken if isinstance(override, DecoderLayer)]
+    is_known = len(taken) == len(survey.found) and survey.hooks == RemovableHandle.next_id
+    if not is_known or not all(layer.is_whole for layer in layers):
+        survey.hooks = RemovableHandle.next_id
+        for layer in layers:
+            layer.is_whole = layer.parts.are_taken(layer.thread_id)

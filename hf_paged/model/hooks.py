@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -98,7 +98,7 @@ class HookWatch:
     @property
     def is_outdated(self) -> bool:
         """Whether a hook was added to any module of the process since the last look, or one of the model's removed."""
-        return self._next != RemovableHandle.next_id or any(number not in hooks for hooks, number in self._held)
+        return self._next != RemovableHandle.next_id or len(self._of(self._held)) < len(self._held)
 
     @property
     def needs_rows(self) -> bool:
@@ -113,12 +113,12 @@ class HookWatch:
     @property
     def has_rows_of_others(self) -> bool:
         """Whether there are any for the rows of a call that is not known."""
-        return any(True for _ in self._of(self._for_rows))
+        return bool(self._of(self._for_rows))
 
     @staticmethod
-    def _of(places: list[tuple[dict[int, Any], int]]) -> Iterator[Any]:
+    def _of(places: list[tuple[dict[int, Any], int]]) -> list[Any]:
         """The hooks that are still there."""
-        return (hooks[number] for hooks, number in places if number in hooks)
+        return [hooks[number] for hooks, number in places if number in hooks] if places else places
 
 
 def _function(hook: Any) -> Any:

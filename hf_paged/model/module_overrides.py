@@ -109,7 +109,8 @@ def overriding(calls: Iterable[ModuleOverride]) -> Iterator[list[ModuleOverride]
     taken = [
         call
         for call in calls
-        if call.is_needed or (is_untouched(call.module) and type(call.module).forward is call.own)
+        if call.is_needed
+        or (not {"forward", CALL} & call.module.__dict__.keys() and type(call.module).forward is call.own)
     ]
     thread_id = threading.get_ident()
     try:

@@ -112,14 +112,13 @@ class WeightsVersion(Lasting):
         is_same_program = self._has_same_numbers(modules, attributes, is_same_code) and is_same_code
         is_moved = [version[1:] for version in versions] != [version[1:] for version in self._versions]
         # Identity, not id(): a new parameter may lie where an old one was.
-        are_same = len(tensors) == len(self._tensors) and all(
-            seen() is tensor for seen, tensor in zip(self._tensors, tensors, strict=True)
-        )
+        are_same = [id(seen()) for seen in self._tensors] == list(map(id, tensors))
         are_same_kinds = are_same and [own[2:] for own in versions] == [own[2:] for own in self._versions]
         is_same_weights = not self._was_stepped and are_same and versions == self._versions
         if not is_same_weights or not is_same_code:
             self._check_whole(model)
-        samples = [sample for tensor in {id(t): t for t in tensors}.values() for sample in _samples(tensor)]
+        matrices = {id(t): t for t in tensors if t.ndim == 2}.values()
+        samples = [sample for matrix in matrices for sample in _samples(matrix)]
         is_same_weights = is_same_weights and all(map(torch.equal, samples, self._samples))
         if not is_same_weights:
             self._tensors, self._versions = [weakref.ref(t) for t in tensors], versions
@@ -181,11 +180,8 @@ class WeightsVersion(Lasting):
         forwards = [own.get("forward") for own in attributes]
         is_same = (
             kinds == self._kinds
-            and all(kind.forward is forward for kind, forward in self._class_forwards.items())
-            and all(
-                seen is forward is None or (seen is not None and forward is not None and seen() is forward)
-                for seen, forward in zip(self._forwards, forwards, strict=True)
-            )
+            and [kind.forward for kind in self._class_forwards] == list(self._class_forwards.values())
+            and [seen and (seen() or seen) for seen in self._forwards] == forwards
         )
         if not is_same:
             self._kinds = kinds
@@ -317,7 +313,7 @@ def _tensors(attributes: list[dict[str, Any]]) -> list[Tensor]:
 
 def _samples(tensor: Tensor) -> list[Tensor]:
     """Of a matrix on CPU, elements along diagonals, as bits: of each row and of each column at least one."""
-    if type(tensor) is not nn.Parameter or tensor.ndim != 2 or not tensor.is_cpu or not tensor.numel():
+    if type(tensor) is not nn.Parameter or not tensor.is_cpu or not tensor.numel():
         return []
     if (integer := _INTEGERS.get(tensor.element_size())) is None:
         return []

@@ -173,9 +173,11 @@ class Engine(Lasting):
         """
         self._check_patched()
         wanted = LogprobsWanted.of(logprobs, logprobs_mode, self._vocab_size)
-        controls = SamplingControls.of(self._vocab_size, seed, presence_penalty, frequency_penalty, logit_bias, grammar)
+        controls = SamplingControls.of(
+            self._vocab_size, seed, presence_penalty, frequency_penalty, logit_bias, grammar, wanted
+        )
         return self._submissions.submit(
-            input_ids, generation_config, request_id, priority, cache_salt, wanted, generate_kwargs, controls
+            input_ids, generation_config, request_id, priority, cache_salt, generate_kwargs, controls
         )
 
     @deferred_interrupt()
@@ -208,7 +210,8 @@ class Engine(Lasting):
         self._check_patched()
         self.core.worker.pause.warn()
         wanted = LogprobsWanted.of(logprobs, logprobs_mode, self._vocab_size)
-        return self._submissions.generate(prompts, generation_config, progress_bar, wanted, generate_kwargs)
+        controls = SamplingControls(logprobs=wanted)
+        return self._submissions.generate(prompts, generation_config, progress_bar, generate_kwargs, controls)
 
     @deferred_interrupt()
     def score(

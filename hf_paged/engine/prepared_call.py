@@ -16,8 +16,7 @@ from hf_paged.engine.beam_search import BeamSearchLoop
 from hf_paged.engine.sampled_request import SampleCall
 from hf_paged.model.cache_argument import CACHE_ARGUMENTS
 from hf_paged.model.host_call import HostCall
-from hf_paged.sampling.grammar import Grammar
-from hf_paged.sampling.logprobs import LogprobsWanted
+from hf_paged.sampling.controls import SamplingControls
 from hf_paged.sampling.processors import are_row_wise
 from hf_paged.sampling.random import GeneratorStates, default_generator
 
@@ -86,44 +85,39 @@ class PreparedCall:
         """Whether its tokens come one by one."""
         return self.is_streamable or (self.rows is not None and self.rows.beams is None)
 
-    def check_logprobs(self, logprobs: LogprobsWanted | None) -> None:
-        """Raises `ValueError` for what can't be said of its tokens."""
-        if logprobs is not None and logprobs.is_processed and self.rows is None:
+    def control(self, controls: SamplingControls) -> None:
+        """Sets what `submit()` says of its sampling.
+
+        Raises:
+            ValueError: It isn't the engine's own sampling that chooses the tokens, as some of that needs.
+        """
+        rows, logprobs = self.rows, controls.logprobs
+        if logprobs is not None and logprobs.is_processed and rows is None:
             raise ValueError(
                 "logprobs_mode='processed' is of what the engine's own sampling draws from; beams, assisted decoding "
                 "and processors of your own have logprobs_mode='raw'"
             )
-
-    def follow(self, grammar: Grammar) -> None:
-        """Its text is to follow a grammar.
-
-        Raises:
-            ValueError: It isn't the engine's own sampling that chooses the tokens.
-        """
-        if self.rows is None or self.rows.beams is not None or self.rows.has_drafts:
+        if controls.grammar is not None and (rows is None or rows.beams is not None or rows.has_drafts):
             raise ValueError(
                 "grammar is for what the engine's own sampling draws; not for beams, assisted decoding and processors "
                 "of your own"
             )
-        self.rows.grammar = grammar
+        if rows is not None:
+            rows.grammar, rows.logprobs = controls.grammar, logprobs
+        if controls.seed is None:
+            self._split_generators()
+        elif rows is None:
+            for device in self.states:  # its loop begins there
+                self.states[device] = torch.Generator(device).manual_seed(controls.seed).get_state()
+        elif rows.generator is not None:
+            rows.generator.manual_seed(controls.seed)
 
-    def seed(self, seed: int) -> None:
-        """Makes it draw as after `torch.manual_seed`."""
-        if self.rows is not None:
-            if self.rows.generator is not None:
-                self.rows.generator.manual_seed(seed)
-            return
-        for device in self.states:  # its loop begins there
-            self.states[device] = torch.Generator(device).manual_seed(seed).get_state()
-
-    def split_generators(self) -> None:
+    def _split_generators(self) -> None:
         """If it samples, reseeds the global generators from themselves.
 
         Its draws begin at the state found; those of the next call must not be the same numbers.
         """
-        if not self.generation_config.do_sample:
-            return
-        for device in self.states:
+        for device in self.states if self.generation_config.do_sample else ():
             generator = default_generator(device)
             # Not drawn from it: a number on a GPU would have to be waited for.
             state = hashlib.blake2b(bytes(generator.get_state().numpy()), digest_size=8).digest()

@@ -33,9 +33,7 @@ from hf_paged.engine.shared_request import hear_end, request_key, tell_end
 from hf_paged.model.weights_version import WeightsKey
 from hf_paged.parallel.channel import RankError
 from hf_paged.sampling.controls import SamplingControls
-from hf_paged.sampling.logprobs import LogprobsWanted, ScoresWanted
-
-NO_CONTROLS = SamplingControls()
+from hf_paged.sampling.logprobs import ScoresWanted
 
 
 @dataclass(slots=True, eq=False)
@@ -125,29 +123,19 @@ class Submissions:
         request_id: Any,
         priority: Any,
         cache_salt: Any,
-        logprobs: LogprobsWanted | None,
         arguments: dict[str, Any],
-        controls: SamplingControls = NO_CONTROLS,
+        controls: SamplingControls,
         weights_key: WeightsKey | None = None,
     ) -> Request:
         """See `Engine.submit`; `weights_key`: see `Calls.start`."""
         prompt = one_prompt(input_ids, self._core.model)
         check_arguments(arguments, priority, cache_salt)
         with self._admitted(request_id) as name:
-            if processors := controls.processors(prompt.shape[1]):
-                arguments["logits_processor"] = [*(arguments.get("logits_processor") or ()), *processors]
-            call = self._prepare(prompt, generation_config, arguments, logprobs is not None)
-            call.check_logprobs(logprobs)
-            if controls.seed is None:
-                call.split_generators()
-            else:
-                call.seed(controls.seed)
-            if controls.grammar is not None:
-                call.follow(controls.grammar)
+            call, logprobs = self._prepare(prompt, generation_config, arguments, controls), controls.logprobs
             state = RequestState(name, prompt[0].tolist(), call.is_streamable, call.has_events)
             begin: _Begin
             if call.rows is not None:
-                call.rows.priority, call.rows.request_id, call.rows.logprobs = priority, name, logprobs
+                call.rows.priority, call.rows.request_id = priority, name
                 begin = partial(self._start_rows, call.rows, weights_key)
             else:
                 work = partial(run_prepared, self._core.model, call, logprobs, self._logit_rows)
@@ -209,11 +197,13 @@ class Submissions:
         return Request(state, active.cancel, active.abandon, self._waiting)
 
     def _prepare(
-        self, prompt: Tensor, generation_config: Any, arguments: dict[str, Any], wants_logprobs: bool
+        self, prompt: Tensor, generation_config: Any, arguments: dict[str, Any], controls: SamplingControls
     ) -> PreparedCall:
         """Lets `model.generate()` prepare everything, up to its decoding loop."""
+        if processors := controls.processors(prompt.shape[1]):
+            arguments["logits_processor"] = [*(arguments.get("logits_processor") or ()), *processors]
         call = None
-        with within(is_submitted=True, wants_logprobs=wants_logprobs):
+        with within(is_submitted=True, wants_logprobs=controls.logprobs is not None):
             try:
                 call = self._core.model.generate(prompt, generation_config, **arguments)
             except (AttributeError, TypeError) as error:
@@ -224,6 +214,7 @@ class Submissions:
                 "submit() takes what transformers' own generate() runs to its end: not custom_generate, nor a model "
                 "whose generate() has a loop of its own, or works on what the loop returns"
             )
+        call.control(controls)
         return call
 
     def _start_rows(
@@ -270,8 +261,8 @@ class Submissions:
         prompts: Iterable[Sequence[int] | Tensor],
         generation_config: Any,
         progress_bar: bool,
-        logprobs: LogprobsWanted | None,
         arguments: dict[str, Any],
+        controls: SamplingControls,
     ) -> list[RequestOutput]:
         """See `Engine.generate`."""
         with self._core.transaction():  # one look at the model for all of them
@@ -279,7 +270,7 @@ class Submissions:
 
         def submit(prompt: Any) -> Request:
             given = dict(arguments)
-            return self.submit(prompt, generation_config, None, 0, None, logprobs, given, weights_key=weights_key)
+            return self.submit(prompt, generation_config, None, 0, None, given, controls, weights_key)
 
         return self.run_all(prompts, submit, progress_bar)
 

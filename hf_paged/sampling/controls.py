@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from hf_paged.sampling.grammar import Grammar
+from hf_paged.sampling.logprobs import LogprobsWanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class SamplingControls:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     grammar: Grammar | None = None
+    logprobs: LogprobsWanted | None = None
 
     @classmethod
     def of(
@@ -39,6 +41,7 @@ class SamplingControls:
         frequency_penalty: Any,
         logit_bias: Any,
         grammar: Any = None,
+        logprobs: LogprobsWanted | None = None,
     ) -> SamplingControls:
         """Checks the arguments of a request.
 
@@ -58,7 +61,7 @@ class SamplingControls:
             raise ValueError(f"logit_bias has {bad!r:.80}, which is no token id from 0 to {vocab_size - 1}")
         if grammar is not None and not isinstance(grammar, Grammar):
             raise ValueError(f"grammar must be one of a GrammarCompiler's, got {grammar!r:.80}")
-        return cls(seed, float(presence_penalty), float(frequency_penalty), dict(bias), grammar)
+        return cls(seed, float(presence_penalty), float(frequency_penalty), dict(bias), grammar, logprobs)
 
     def processors(self, prompt_length: int) -> list[LogitsProcessor]:
         found: list[LogitsProcessor] = []

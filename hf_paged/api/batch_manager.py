@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from hf_paged.api.batch_request import BatchRequest, check_config, request_of, with_settings
 from hf_paged.core.errors import QueueFullError
+from hf_paged.core.interrupts import deferred_interrupt
 from hf_paged.engine.request import Request
 
 logger = logging.get_logger(__name__)
@@ -91,6 +92,7 @@ class PagedBatchManager(ContinuousBatchingManager):
     def _refusal(self) -> str | None:
         return self.background_thread_status.can_accept_new_requests()
 
+    @deferred_interrupt()
     def start(self) -> None:
         """Lets requests reach the engine."""
         if self.is_running():
@@ -103,8 +105,9 @@ class PagedBatchManager(ContinuousBatchingManager):
             with self._condition:
                 self._is_started = True
                 pending, self._pending = self._pending, deque()
-                self._num_running += len(pending)
             for request in pending:
+                with self._condition:
+                    self._num_running += 1
                 self._submit(request)
 
     def stop(
@@ -114,13 +117,8 @@ class PagedBatchManager(ContinuousBatchingManager):
         keep_for_next_session: bool = False,
         hard_stop: bool = False,
     ) -> None:
-        """Takes no more requests, and ends when those there have ended.
-
-        Args:
-            block: Wait for that.
-            timeout: Seconds to wait at most; `None`: as long as it takes.
-            keep_for_next_session: The model's next `init_continuous_batching()` returns this manager.
-            hard_stop: Requests that have not ended fail.
+        """Takes no more requests, and ends when those there have ended, which fail at once with `hard_stop`. With
+        `keep_for_next_session` the model's next `init_continuous_batching()` returns this manager.
 
         Raises:
             RuntimeError: This thread is inside `pause`.
@@ -189,6 +187,7 @@ class PagedBatchManager(ContinuousBatchingManager):
 
     # Requests
 
+    @deferred_interrupt()
     def add_request(
         self,
         input_ids: Sequence[int],
@@ -201,14 +200,8 @@ class PagedBatchManager(ContinuousBatchingManager):
     ) -> str | None:
         """Adds a request. What is wrong with its prompt is the `error` of its result.
 
-        Args:
-            input_ids: The prompt.
-            request_id: Its id; `None`: one is made.
-            max_new_tokens: Tokens at most; `None`: as the generation config says, or until the model's context ends.
-            streaming: An output a token.
-            record_timestamps: Note when each token came.
-            eos_token_id: Tokens that end it; below 0: none; `None`: as the generation config says.
-            **settings: Any others of a `GenerationConfig`.
+        `None` is as the generation config says; without any limit it ends with the model's context. An `eos_token_id`
+        below 0 is no token. `**settings` are any others of a `GenerationConfig`.
 
         Returns:
             Its id; `None` if the manager takes no more requests.
@@ -277,11 +270,13 @@ class PagedBatchManager(ContinuousBatchingManager):
                 except QueueFullError:  # another caller was faster
                     if not engine.room.may_wait:
                         raise
-        except Exception as error:
+        except BaseException as error:
             with self._condition:
                 self._deliver(request, request.failures(str(error)))
                 self._end(request)
-            return
+            if isinstance(error, Exception):
+                return
+            raise
         with self._condition:
             request.handle = handle
         if request.is_over:
@@ -347,14 +342,8 @@ class PagedBatchManager(ContinuousBatchingManager):
     # Results
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
-        """The next output: of a request if an id is given, else of any.
-
-        Args:
-            request_id: Of which request.
-            timeout: Seconds to wait at most; `None`: as long as it takes.
-
-        Returns:
-            `None` when that time is over, or nothing can come any more: the manager has ended, or the request.
+        """The next output: of a request if an id is given, else of any. `None` when the time is over, or nothing can
+        come any more: the manager has ended, or the request.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._condition:

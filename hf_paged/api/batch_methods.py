@@ -50,16 +50,8 @@ class PagedBatchMixin:
         warmup: bool = True,
         workload_hints: Any = None,
     ) -> Iterator[PagedBatchManager]:
-        """As transformers' own, but that requests don't run on behind an exception.
-
-        Args:
-            generation_config: Of all requests.
-            block: Wait for what still runs at the end.
-            timeout: Seconds to wait at most; `None`: as long as it takes.
-            continuous_batching_config: See `PagedBatchManager`.
-            persistent_manager: Keep the manager for the next call.
-            warmup: Nothing: what is compiled is the engine's, see `Engine.warm_up`.
-            workload_hints: Not needed.
+        """As transformers' own, but that requests don't run on behind an exception. `warmup` changes nothing: what is
+        compiled is the engine's, see `Engine.warm_up`.
         """
         manager = self.init_continuous_batching(generation_config, continuous_batching_config, workload_hints)
         manager.start()
@@ -84,16 +76,7 @@ class PagedBatchMixin:
         **kwargs: Any,
     ) -> dict[str, GenerationOutput]:
         """As transformers' own, but that errors of a call are raised, and samples follow their first in every version.
-
-        Args:
-            inputs: Prompts.
-            generation_config: Of all of them.
-            continuous_batching_config: See `PagedBatchManager`.
-            record_timestamps: Note when each token came.
-            progress_bar: Show a tqdm bar.
-            persistent_manager: Keep the manager for the next call.
-            warmup: Nothing: what is compiled is the engine's, see `Engine.warm_up`.
-            **kwargs: Any other settings of a `GenerationConfig`.
+        `**kwargs` are any other settings of a `GenerationConfig`; `warmup` changes nothing.
 
         Returns:
             Results by request id, in the order of the prompts; of several sequences the best first, the others as its

@@ -339,6 +339,19 @@ def test_an_exception_ends_what_runs(pair: Pair) -> None:
     assert not manager.is_running()
 
 
+def test_an_exception_while_a_request_is_added(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: a stop that waits for ever, for a request that has never begun."""
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), pair.paged.continuous_batching_context_manager(config()) as manager:
+        manager.add_request(PROMPTS[0])
+        monkeypatch.setattr(pair.engine, "submit", interrupted)
+        manager.add_request(PROMPTS[1])
+    assert not manager.is_running() and not pair.engine.num_running
+
+
 def test_pause(pair: Pair) -> None:
     """Would break: a step while weights are changed; a stop that waits for ever."""
     manager = pair.paged.init_continuous_batching(config(eos_token_id=-1))

@@ -56,50 +56,18 @@ CODE += [ROOT / "benchmarks" / name for name in ("generate_gpu.py", "generate.py
 Points = Iterator[Point]
 
 
-def llama_8b(layers: int) -> LlamaConfig:
-    return LlamaConfig(
-        hidden_size=4096,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        intermediate_size=14336,
-        vocab_size=128256,
-        max_position_embeddings=16384,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-        tie_word_embeddings=False,
-    )
-
-
+_8B = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336}
+_8B |= {"vocab_size": 128256, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
+_06B = {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
+_06B |= {"head_dim": 128, "intermediate_size": 3072, "vocab_size": 151936, "tie_word_embeddings": True}
+_TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+_TINY |= {"intermediate_size": 96, "vocab_size": 100}
 MODELS: dict[str, tuple[Any, Any]] = {
-    "8b": (LlamaForCausalLM, llama_8b(32)),
-    "8b_4layers": (LlamaForCausalLM, llama_8b(4)),
-    "0.6b": (
-        Qwen3ForCausalLM,
-        Qwen3Config(
-            hidden_size=1024,
-            num_hidden_layers=28,
-            num_attention_heads=16,
-            num_key_value_heads=8,
-            head_dim=128,
-            intermediate_size=3072,
-            vocab_size=151936,
-            max_position_embeddings=16384,
-            tie_word_embeddings=True,
-        ),
-    ),
+    "8b": (LlamaForCausalLM, LlamaConfig(**_8B, num_hidden_layers=32, max_position_embeddings=16384)),
+    "8b_4layers": (LlamaForCausalLM, LlamaConfig(**_8B, num_hidden_layers=4, max_position_embeddings=16384)),
+    "0.6b": (Qwen3ForCausalLM, Qwen3Config(**_06B, max_position_embeddings=16384)),
     # For a look at this program without a GPU
-    "tiny": (
-        LlamaForCausalLM,
-        LlamaConfig(
-            hidden_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            intermediate_size=96,
-            vocab_size=100,
-            max_position_embeddings=16384,
-        ),
-    ),
+    "tiny": (LlamaForCausalLM, LlamaConfig(**_TINY, max_position_embeddings=16384)),
 }
 BATCHES = (1, 32, 128, 256)
 CONTEXT = 1024

@@ -45,66 +45,31 @@ POOLS = ("auto", "fp8_e4m3")
 
 _FEW = {"vocab_size": 512, "num_hidden_layers": 2, "eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
 _EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+def _config(kind: Any, hidden: int, intermediate: int, heads: tuple[int, int], positions: int, **more: Any) -> Any:
+    """The real shape, but for what is few; heads: of queries, and of keys and values."""
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "max_position_embeddings": positions}
+    counts = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
+    return kind(**_FEW | sizes | counts | more)
+
+
+# Of Gemma and DeepSeek other positions than the real ones', for sequences of one length in all models.
 MODELS: dict[str, Callable[[], hf.PreTrainedConfig]] = {
-    "Llama-3.1-8B": lambda: hf.LlamaConfig(
-        **_FEW,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
+    "Llama-3.1-8B": lambda: _config(hf.LlamaConfig, 4096, 14336, (32, 8), 131072),
+    "Qwen3-0.6B": lambda: _config(hf.Qwen3Config, 1024, 3072, (16, 8), 40960, head_dim=128),
+    "Qwen3-30B-A3B": lambda: _config(
+        hf.Qwen3MoeConfig, 2048, 6144, (32, 4), 40960, **_EXPERTS, moe_intermediate_size=16, head_dim=128
     ),
-    "Qwen3-0.6B": lambda: hf.Qwen3Config(
-        **_FEW,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
+    "gemma-2-9b": lambda: _config(
+        hf.Gemma2Config, 3584, 14336, (16, 8), 32768, head_dim=256, sliding_window=4096, query_pre_attn_scalar=256
     ),
-    "Qwen3-30B-A3B": lambda: hf.Qwen3MoeConfig(
-        **_FEW,
-        **_EXPERTS,
-        hidden_size=2048,
-        moe_intermediate_size=16,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        max_position_embeddings=40960,
+    "gpt-oss-20b": lambda: _config(
+        hf.GptOssConfig, 2880, 16, (64, 8), 131072, **_EXPERTS, head_dim=64, sliding_window=128
     ),
-    "gemma-2-9b": lambda: hf.Gemma2Config(
-        **_FEW,
-        hidden_size=3584,
-        intermediate_size=14336,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=256,
-        sliding_window=4096,
-        query_pre_attn_scalar=256,
-        max_position_embeddings=32768,  # of twice the real one's, for sequences of one length in all models
-    ),
-    "gpt-oss-20b": lambda: hf.GptOssConfig(
-        **_FEW,
-        **_EXPERTS,
-        hidden_size=2880,
-        intermediate_size=16,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        head_dim=64,
-        sliding_window=128,
-        max_position_embeddings=131072,
-    ),
-    "DeepSeek-V2-Lite": lambda: hf.DeepseekV2Config(
-        **_FEW,
-        hidden_size=2048,
-        intermediate_size=10944,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        q_lora_rank=None,
-        first_k_dense_replace=2,
-        num_experts_per_tok=2,
-        max_position_embeddings=32768,  # as above
+    "DeepSeek-V2-Lite": lambda: _config(
+        *(hf.DeepseekV2Config, 2048, 10944, (16, 16), 32768),
+        **{"q_lora_rank": None, "first_k_dense_replace": 2, "num_experts_per_tok": 2},
     ),
 }
 

@@ -9,8 +9,7 @@ The pattern is Hugging Face's own, untouched: a thread a user, and a reader of i
 - `stock, one by one`: the same calls one after another, which is what a lock around stock `generate()` comes to;
 - `stock, threads`: stock `generate()` on as many threads.
 
-Modes: `plain` (greedy), `processor` (greedy with a logits processor of the user's own, so that transformers' loop runs
-on the user's thread and only the forwards are shared), `beam` (4 beams; no streamer, which transformers refuses there).
+Modes: `plain` (greedy), `beam` (4 beams; no streamer, which transformers refuses there).
 Prompts are ragged and all different, and each run begins with an empty prefix cache. The ways of a row alternate,
 repetition by repetition; figures are medians. Tokens per second count what was generated, and `first token` is how long
 the median user waits for it from the common start. Every result is compared with stock, token by token (without
@@ -32,20 +31,13 @@ import torch
 from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
-from transformers import LogitsProcessor, TextIteratorStreamer
+from transformers import TextIteratorStreamer
 
 import hf_paged
 from hf_paged.tools.cli import read_prompts
 
-MODES = ("plain", "processor", "beam")
+MODES = ("plain", "beam")
 WAYS = ("hf_paged", "stock, one by one", "stock, threads")
-
-
-class OwnProcessor(LogitsProcessor):
-    """A user's own code, which makes the last token a little less likely."""
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return scores.scatter_add(1, input_ids[:, -1:], torch.full_like(scores[:, :1], -0.5))
 
 
 class TimedStreamer(TextIteratorStreamer):
@@ -97,8 +89,8 @@ def make_prompts(tokenizer: Any, count: int, shortest: int = 8, longest: int = 4
 
 def arguments(mode: str, new_tokens: int) -> dict[str, Any]:
     """Arguments of `generate()`. All users generate equally many tokens: the end-of-sequence token is forbidden."""
-    more: dict[str, dict[str, Any]] = {"beam": {"num_beams": 4}, "processor": {"logits_processor": [OwnProcessor()]}}
-    return {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False} | more.get(mode, {})
+    more = {"num_beams": 4} if mode == "beam" else {}
+    return {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False} | more
 
 
 def serve(model: Any, tokenizer: Any, prompts: list[Tensor], mode: str, new_tokens: int, in_threads: bool) -> Run:
@@ -136,7 +128,7 @@ def serve(model: Any, tokenizer: Any, prompts: list[Tensor], mode: str, new_toke
 
 
 def measure(
-    models: dict[str, Any], tokenizer: Any, mode: str, num_threads: int, new_tokens: int, reps: int, bar: Any = None
+    models: dict[str, Any], tokenizer: Any, mode: str, num_threads: int, new_tokens: int, reps: int
 ) -> dict[str, Any]:
     """One row: the ways of `models`, `reps` times each, alternating; medians."""
     ways = list(models)
@@ -146,8 +138,6 @@ def measure(
         # The order moves on, so that no way always follows the same other.
         for way in ways[rep % len(ways) :] + ways[: rep % len(ways)]:
             runs[way].append(serve(models[way], tokenizer, prompts, mode, new_tokens, way != "stock, one by one"))
-            if bar is not None:
-                bar.update()
     expected = runs.get("stock, one by one", runs[ways[0]])[0]
     row: dict[str, Any] = {"mode": mode, "threads": num_threads, "prompt_tokens": sum(p.shape[1] for p in prompts)}
     for way in ways:
@@ -205,13 +195,11 @@ def main() -> None:
     modes = MODES if args.mode == "all" else (args.mode,)
     counts = [int(count) for count in args.threads.split(",")]
     rows: list[dict[str, Any]] = []
-    with tqdm(total=len(modes) * len(counts) * args.reps * len(models), unit="run") as bar:
-        for mode in modes:
-            for model in dict.fromkeys(models.values()):  # what only the first call pays
-                serve(model, tokenizer, make_prompts(tokenizer, 2), mode, 4, True)
-            for count in counts:
-                bar.set_description(f"{mode}, {count} users")
-                rows.append(measure(models, tokenizer, mode, count, args.new_tokens, args.reps, bar))
+    for mode in modes:
+        for model in dict.fromkeys(models.values()):  # what only the first call pays
+            serve(model, tokenizer, make_prompts(tokenizer, 2), mode, 4, True)
+        for count in tqdm(counts, desc=mode):
+            rows.append(measure(models, tokenizer, mode, count, args.new_tokens, args.reps))
     print_table(rows, args.new_tokens)
     about = {
         "what": "N users on threads, each one generate() with a streamer; medians of alternating repetitions",

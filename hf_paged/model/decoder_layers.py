@@ -196,9 +196,8 @@ class DecoderLayer(ModuleOverride):
         try:
             layers = self.parts.mlp.kernels
             assert isinstance(layers, CPULayers)
-            kernels = CPUDecoderLayer(
-                layers, self.parts.linears[0].kernel, _settings(self.parts), self.survey.shared(Scratch)
-            )
+            settings = _settings(self.parts)  # by this name it holds the weights where they are now
+            kernels = CPUDecoderLayer(layers, self.parts.linears[0].kernel, settings, self.survey.shared(Scratch))
             found = kernels.before_attention(args[0], *angles)
             if noting.attended is not None:
                 found += (kernels.behind_attention(args[0], noting.attended),)

@@ -20,7 +20,6 @@ PATH = "/v1/chat/completions"
 
 
 async def create(serving: Serving, request: Request) -> Any:
-    """Answers a request."""
     body = await serving.body(request, ChatRequest)
     if body.offered_tools and not body.is_forced and has_schema(serving.tokenizer):
         body.skip_special_tokens = False  # they are what calls are recognised by
@@ -50,8 +49,6 @@ def _reason(has_calls: bool, parser: Parser, reason: str) -> str:
 
 
 class _Answer:
-    """What is sent for one generation."""
-
     def __init__(self, serving: Serving, body: ChatRequest, generation: Generation) -> None:
         self._serving = serving
         self._body = body
@@ -65,7 +62,6 @@ class _Answer:
         self._plain = TextEvents(lambda index, text: self._data(index, {"content": text}, None, None))
 
     def whole(self) -> dict[str, Any]:
-        """All at once."""
         choices = (self._choice(text) for text in self._generation.texts)
         whole = self._head | {"choices": choices, "usage": self._generation.usage}
         wanted = self._body.prompt_logprobs
@@ -85,7 +81,6 @@ class _Answer:
         }
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Piece by piece."""
         body, generation = self._body, self._generation
         parsers = [_Reading(self._parser()) for _ in generation.texts]
         first = {"role": "assistant", "content": ""}

@@ -20,7 +20,6 @@ PATH = "/v1/completions"
 
 
 async def create(serving: Serving, request: Request) -> Any:
-    """Answers a request."""
     body = await serving.body(request, CompletionRequest)
     generation = await serving.start(request, body, lambda: serving.prompts.of_completion(body))
     answer = _Answer(serving, body, generation)
@@ -32,8 +31,6 @@ async def create(serving: Serving, request: Request) -> Any:
 
 
 class _Answer:
-    """What is sent for one generation."""
-
     def __init__(self, serving: Serving, body: CompletionRequest, generation: Generation) -> None:
         self._serving = serving
         self._body = body
@@ -47,7 +44,6 @@ class _Answer:
         self._plain = TextEvents(lambda index, text: self._data(index, text, None, None))
 
     def whole(self) -> dict[str, Any]:
-        """All at once."""
         choices = (self._whole_choice(index, text) for index, text in enumerate(self._best()))
         return self._head | {"choices": choices, "usage": self._generation.usage}
 
@@ -59,7 +55,6 @@ class _Answer:
         return self._choice(index, echo + text.text, own, text.finish_reason) | self._prompt_logprobs(index)
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Piece by piece."""
         body, generation = self._body, self._generation
         lengths: dict[int, int] = {}  # of each text that has begun
         async for deltas in generation.updates():
@@ -87,7 +82,6 @@ class _Answer:
         return event(self._data(index, text, said, reason) | self._usage())
 
     def _usage(self) -> dict[str, Any]:
-        """Of an event."""
         return {"usage": self._generation.usage} if self._body.counts_on else {}
 
     def _data(self, index: int, text: str, said: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:

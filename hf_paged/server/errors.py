@@ -45,28 +45,23 @@ class ApiError(Exception):
         """An answer.
 
         Args:
-            status: Of HTTP.
             message: What was given, and what would work.
             param: The field it is about.
             code: A name for it.
-            headers: Of the answer.
         """
         super().__init__(message)
         self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
 
     @property
     def body(self) -> dict[str, Any]:
-        """As JSON."""
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """As an answer."""
         return JSONResponse(self.body, self.status, headers=dict(self.headers or {}))
 
 
 def bad_field(name: str, message: str) -> ApiError:
-    """A field that can't be honoured."""
     return ApiError(400, f"{name}: {message}", param=name)
 
 
@@ -77,17 +72,14 @@ def bad_argument(message: str, fields: Container[str]) -> ApiError:
 
 
 def queue_full(message: str) -> ApiError:
-    """Too much is waiting."""
     return ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
 
 
 def server_ends() -> ApiError:
-    """What ran was cancelled."""
     return ApiError(503, "the request was cancelled: the server ends", code="cancelled")
 
 
 def too_long(timeout: float | None) -> ApiError:
-    """A deadline has passed."""
     return ApiError(504, f"the request took longer than {timeout} s", code="timeout")
 
 

@@ -48,10 +48,6 @@ class Formats:
         """See `GrammarCompiler`.
 
         Args:
-            tokenizer: Of the model.
-            vocab_size: Of the model.
-            eos_token_ids: Of the model.
-            max_bytes: Of a grammar.
             timeout: Seconds that compiling one may take.
         """
         self._arguments = tokenizer, vocab_size, eos_token_ids

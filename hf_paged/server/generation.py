@@ -73,12 +73,10 @@ class Text:
 
     @property
     def text(self) -> str:
-        """All of it."""
         return "".join(self.parts)
 
     @property
     def mean_logprob(self) -> float:
-        """Mean log-probability of its tokens."""
         return self.sum_logprobs / max(len(self.logprobs), 1)
 
     def feed(self, token_ids: list[int], logprobs: list[TokenLogprobs]) -> Delta | None:
@@ -102,7 +100,6 @@ class Text:
         return self._delta(new, logprobs[:num_taken])
 
     def end(self, reason: str) -> Delta | None:
-        """Takes the end of its tokens."""
         if self.finish_reason is not None:
             return None
         rest, self.finish_reason = self.detokenizer.flush(), FINISH_REASONS[reason]
@@ -164,9 +161,6 @@ class Generation:
 
         Args:
             engine: Where it runs.
-            tokenizer: Of the model.
-            prompts: What it follows.
-            body: How to sample.
             arguments: Of `submit`, for a prompt of so many tokens.
             wakeups: Of the event loop that this runs in.
             timeout: Seconds that it may take.
@@ -325,7 +319,6 @@ class Generation:
         self._news.set()
 
     async def finish(self) -> None:
-        """Waits for all texts."""
         async for _ in self.updates():
             pass
 
@@ -422,12 +415,8 @@ def submit_arguments(
     """Arguments of `submit` for a request's body.
 
     Args:
-        body: The request's.
-        num_prompt_tokens: Of its prompt.
         room: Tokens that prompt and text may have together.
         eos_token_ids: The model's ends of text.
-        pad_token_id: Of the model.
-        vocab_size: Of the model.
 
     Raises:
         ApiError: Something in the body can't be.

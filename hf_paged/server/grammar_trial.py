@@ -59,7 +59,6 @@ class GrammarTrial:
             raise ValueError(problem)
 
     def close(self) -> None:
-        """Ends the process."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()

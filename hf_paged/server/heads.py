@@ -25,7 +25,6 @@ def limited_protocol(settings: ServerSettings, kind: Any = AutoHTTPProtocol, mos
     of bytes is also that of what is between two pieces of a body: chunk extensions, trailers. Not for WebSockets.
 
     Args:
-        settings: Of the server.
         kind: uvicorn's own, for httptools or h11. The latter counts bytes itself: `h11_max_incomplete_event_size`.
         most: Connections without a request; beyond them the oldest ends.
     """
@@ -34,8 +33,6 @@ def limited_protocol(settings: ServerSettings, kind: Any = AutoHTTPProtocol, mos
     waiting: dict[Any, asyncio.TimerHandle] = {}  # connections without a request, the oldest first
 
     class Limited(kind):  # type: ignore[misc]
-        """One connection."""
-
         def connection_made(self, transport: Any) -> None:
             self._num_bytes = 0  # since there was a head or a piece of a body
             self._has_data = False

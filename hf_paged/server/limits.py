@@ -46,7 +46,6 @@ class JsonSize:
         self._cut = b""  # a backslash whose character is yet to come
 
     def feed(self, part: bytes) -> None:
-        """Takes the next bytes."""
         if BACKSLASH in part or self._cut:
             part = (self._cut + part).replace(BACKSLASH * 2, b"").replace(BACKSLASH + QUOTE, b"")
             self._cut = BACKSLASH if part.endswith(BACKSLASH) else b""
@@ -61,7 +60,6 @@ class JsonSize:
         self.num_values += int(WEIGHTS[outside].sum())
 
     def error(self, most_values: int) -> ApiError | None:
-        """What is above the limits."""
         if self.num_values > most_values:
             return _too_large(
                 f"it holds more than {most_values} values, of which an object is {PER_OBJECT} and a field {PER_FIELD}"

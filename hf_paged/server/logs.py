@@ -54,7 +54,6 @@ class RequestLog:
         self._model_name = model_name
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers, and logs."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -87,7 +86,6 @@ class RequestLog:
 
 
 def _work(generation: Generation | None) -> dict[str, Any]:
-    """What was done for a request."""
     if generation is None:
         return {}
     first, reasons = generation.first_token_time, [text.finish_reason for text in list(generation.texts)]

@@ -55,7 +55,6 @@ class Metrics:
             self.succeeded.labels(name, reason).inc(count)
 
     def note_answer(self, path: str, status: int) -> None:
-        """Books an answer."""
         self.answers.labels(self._name, path, str(status)).inc()
 
     def text(self) -> bytes:

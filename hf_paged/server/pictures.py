@@ -80,8 +80,6 @@ class Pictures:
 
         Args:
             processor: Of a model that sees: its tokenizer and what prepares pictures.
-            model: The model.
-            settings: Of the server.
         """
         self._processor = processor
         self._model = model
@@ -150,7 +148,6 @@ class Pictures:
 
         Args:
             messages: Each a list of parts, with opened pictures.
-            **arguments: Of `apply_chat_template`.
         """
         parts = [part for message in messages for part in message.get("content") or () if part["type"] == "image"]
         pixels = self._enter([part["image"] for part in parts])

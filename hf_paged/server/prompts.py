@@ -48,7 +48,6 @@ class Prompts:
         """Serves one model.
 
         Args:
-            tokenizer: Its tokenizer.
             vocab_size: Its token ids are below it.
             settings: Of the server; its chat template is in place of the tokenizer's or processor's own.
             processor: What prepares pictures for the model, if it takes any.
@@ -84,7 +83,6 @@ class Prompts:
         ]
 
     def of_text(self, text: str, field: str, add_special_tokens: bool = True) -> list[int]:
-        """A text's tokens."""
         most = self._max_characters()
         if len(text) > most:
             message = (
@@ -121,7 +119,6 @@ class Prompts:
         return Prompt(self.of_text(text, "messages", add_special_tokens=False))
 
     def text_of(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
-        """The text of tokens."""
         token_ids = self._checked(token_ids, "tokens", may_be_empty=True)
         return self._tokenizer.decode(
             token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False

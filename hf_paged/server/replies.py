@@ -110,7 +110,6 @@ async def json_answer(data: Any) -> Response:
 
 
 def event(data: Any, name: str | None = None) -> bytes:
-    """A server-sent event."""
     head = "" if name is None else f"event: {name}\n"
     return f"{head}data: {_to_json(data)}\n\n".encode()
 
@@ -131,7 +130,6 @@ class TextEvents:
         self._around: dict[int, tuple[bytes, bytes]] = {}
 
     def event(self, index: int, text: str) -> bytes:
-        """The one with this text."""
         around = self._around.get(index)
         if around is None:
             before, after = event(self._data_of(index, TEXT)).split(f'"{TEXT}"'.encode())
@@ -152,10 +150,7 @@ class Streamed(Response):
         """An answer.
 
         Args:
-            pieces: What is sent.
-            media_type: Of it.
             close: Called at the end, whatever that is.
-            headers: Of the answer.
         """
         self._pieces = pieces
         self._close = close

@@ -51,7 +51,6 @@ class RequestTable:
     """The requests of one server. May be read from any thread."""
 
     def __init__(self) -> None:
-        """An empty one."""
         self._lock = threading.Lock()
         self._name = f"api-{secrets.token_hex(3)}"  # an engine may serve several apps
         self._count = 0

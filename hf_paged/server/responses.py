@@ -99,7 +99,6 @@ class ResponsesRequest(Body):
 
 
 async def create(serving: Serving, request: Request) -> Any:
-    """Answers a request."""
     body = await serving.body(request, ResponsesRequest)
     chat = body.as_chat()
     try:
@@ -129,8 +128,6 @@ def _in_own_names(error: ApiError, body: ResponsesRequest) -> ApiError:
 
 
 class _Answer:
-    """What is sent for one generation."""
-
     def __init__(self, serving: Serving, body: ResponsesRequest, chat: ChatRequest, generation: Generation) -> None:
         self._serving = serving
         self._body = body
@@ -142,7 +139,6 @@ class _Answer:
         self._number = -1
 
     def whole(self) -> dict[str, Any]:
-        """What came of it."""
         is_cut = self._generation.texts[0].finish_reason == "length"
         usage = self._generation.usage
         return self._response("incomplete" if is_cut else "completed") | {
@@ -191,7 +187,6 @@ class _Answer:
         return {"type": "output_text", "text": text, "annotations": []}
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Piece by piece."""
         started = self._response("in_progress")
         yield self._event("response.created", response=started) + self._event("response.in_progress", response=started)
         yield self._event("response.output_item.added", output_index=0, item=self._item("in_progress"))

@@ -164,7 +164,6 @@ class SamplingBody(Body):
 
     @property
     def stops(self) -> list[str]:
-        """Its stop strings."""
         return [] if self.stop is None else [self.stop] if isinstance(self.stop, str) else self.stop
 
     @property
@@ -184,7 +183,6 @@ class SamplingBody(Body):
 
     @property
     def limit_field(self) -> str:
-        """Which field says so."""
         return "max_tokens"
 
     @property

@@ -62,7 +62,6 @@ class Serving:
     """
 
     def __init__(self, model: Any, tokenizer: Any, settings: ServerSettings, processor: Any = None) -> None:
-        """Behind a patched model; see `create_app`."""
         self._model = model
         self.tokenizer = tokenizer
         self.engine: Engine = model.paged
@@ -100,7 +99,6 @@ class Serving:
         return min(positions or 1 << 30, pool or 1 << 30)
 
     async def body(self, request: Request, kind: type[B]) -> B:
-        """A request's body; see `read_body`."""
         check_key(request, self.settings.api_keys)
         if self.is_draining:
             raise ApiError(503, "the server ends", code="draining", headers={"Retry-After": "5"})
@@ -125,7 +123,6 @@ class Serving:
 
         Args:
             work: Whatever takes a while.
-            *arguments: Of `work`.
             size: Characters or so many tokens that it is about; long ones wait for each other, and for nothing else.
         """
         threads = self._quick if size <= QUICK else self._slow
@@ -136,7 +133,6 @@ class Serving:
 
         Args:
             request: Who asks.
-            body: The request's.
             prompts: Makes its prompts; called on another thread.
 
         Raises:
@@ -258,7 +254,6 @@ class Serving:
         return response
 
     def close(self) -> None:
-        """Takes no more work."""
         self.is_draining = True
         self._end_listening()
         self._formats.close()

@@ -32,7 +32,6 @@ class Detokenizer:
     """The text of one sequence, piece by piece."""
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
-        """Follows a prompt."""
         self._decode_ids = decoder_of(tokenizer, skip_special_tokens)
         self._ids = list(prompt[-CONTEXT:])
         self._text = self._decode()
@@ -67,7 +66,6 @@ class Detokenizer:
         return new
 
     def flush(self) -> str:
-        """What is left at the end."""
         return self._decode()[len(self._text) :]
 
     def _decode(self) -> str:
@@ -78,7 +76,6 @@ class StopStrings:
     """Ends a text before a stop string, of which no part is let out."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """For one sequence."""
         self._stops = stops
         self._held = ""
 
@@ -95,7 +92,6 @@ class StopStrings:
         return text[: len(text) - num_held], False
 
     def flush(self) -> str:
-        """What is held."""
         held, self._held = self._held, ""
         return held
 

@@ -34,13 +34,9 @@ def grammar_of(body: ChatRequest) -> str:
 
 
 class Parser(Protocol):
-    """Reads one message, piece by piece."""
+    def feed(self, text: str) -> list[Piece]: ...
 
-    def feed(self, text: str) -> list[Piece]:
-        """What more text says."""
-
-    def end(self) -> list[Piece]:
-        """What is left at the end."""
+    def end(self) -> list[Piece]: ...
 
     @property
     def is_cut(self) -> bool:
@@ -256,7 +252,6 @@ def _joined(pieces: list[Piece]) -> list[Piece]:
 
 
 def message_of(pieces: Iterable[Piece]) -> dict[str, Any]:
-    """A whole message of its pieces."""
     parts: list[str] = []
     calls: list[dict[str, Any]] = []
     arguments: list[list[str]] = []  # of each call

@@ -14,7 +14,6 @@ class News:
     """Lets one task wait for news. An event of asyncio's looks after any number of them, at several times the cost."""
 
     def __init__(self) -> None:
-        """Without any yet."""
         self._is_set = False
         self._waiter: asyncio.Future[None] | None = None
 
@@ -54,7 +53,6 @@ class Wakeups:
         """For one loop.
 
         Args:
-            loop: Its tasks are woken.
             is_handing_out: Whether more is about to come, and `flush` behind it.
         """
         self._loop = loop

@@ -316,8 +316,7 @@ class _ProgressStreamer(BaseStreamer):
         self.bar.update(int(self.running.sum()))
         self.running &= ~torch.isin(value.cpu(), self.eos_token_ids)
 
-    def end(self) -> None:
-        """The call is done."""
+    def end(self) -> None: ...
 
 
 class _FirstRowStreamer(TextStreamer):

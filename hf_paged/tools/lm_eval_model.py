@@ -98,7 +98,6 @@ class PagedLM(HFLM):  # type: ignore[misc]
 
     @property
     def engine(self) -> Engine:
-        """The model's engine."""
         engine: Engine = self.model.paged
         return engine
 

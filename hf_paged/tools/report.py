@@ -69,7 +69,6 @@ class RunReport:
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens per second of `generate()`."""
         return self.num_tokens / self.seconds if self.seconds else 0.0
 
 

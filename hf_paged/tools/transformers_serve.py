@@ -47,12 +47,10 @@ class PagedGenerateManager(utils.GenerateManager):
     _thread: Any
 
     def generate_streaming(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' own."""
         self._share(model)
         return super().generate_streaming(model, *args, **kwargs)
 
     async def generate_non_streaming(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' own."""
         self._share(model)
         return await super().generate_non_streaming(model, *args, **kwargs)
 
@@ -69,7 +67,6 @@ class PagedGenerationState(utils.GenerationState):
         return not is_patched(model) and super().use_continuous_batching(model, modality)
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> utils.BaseGenerateManager:
-        """As transformers' own."""
         if not use_cb and model_id not in self._generate_managers:
             self._generate_managers[model_id] = PagedGenerateManager()
         return super().get_manager(model_id, use_cb)

@@ -146,7 +146,6 @@ def lay_out(
         tables: Of each group of layers the chunks' block tables, as they are now; copied here.
         moves: Before the step.
         number: See `Batch`, as for the others.
-        batch_key: Of all of them.
         num_preempted: For this step.
         is_stalled: Whether something waits.
         states: Blocks of the chunks' states; `None`: they have none.
@@ -262,12 +261,10 @@ class _Tokens:
             self.positions.append(given)
 
     def axes(self) -> array[int]:
-        """See `Batch`."""
         number = len(next(iter(self.odd.values())))
         return array("q", [axis for i, p in enumerate(self.positions) for axis in self.odd.get(i, (p,) * number)])
 
     def placeholders(self) -> array[int]:
-        """See `Batch`."""
         placeholders = array("q", [-1]) * len(self.ids)
         for index, place in self.places.items():
             placeholders[index] = place

@@ -33,8 +33,7 @@ class LayerKind(Hashable, Protocol):
         """Pieces that a sequence is cut into, of which a query sees its own; `None`: it is not."""
 
     @property
-    def elements_per_token(self) -> int:
-        """Numbers that a token takes."""
+    def elements_per_token(self) -> int: ...
 
     @property
     def row_elements(self) -> int:

@@ -97,7 +97,6 @@ class EventLog:
         self._groups[sequence] = group
 
     def leave(self, sequence: int) -> None:
-        """The sequence has ended."""
         self._groups.pop(sequence, None)
 
     def group_of(self, sequence: int) -> SequenceGroup | None:

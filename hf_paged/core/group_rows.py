@@ -154,8 +154,6 @@ class GroupRows:
         """Drops the last of `victims` with blocks that are not shared, if it comes behind `sequence`.
 
         Args:
-            step: The step.
-            sequence: What needs room.
             victims: Its siblings, in order, itself among them; those that were looked at are taken out.
             is_all: Any of them, before it or not, shared or not: nothing would run otherwise.
         """

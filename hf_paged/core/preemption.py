@@ -24,7 +24,6 @@ class Preemption:
         """Takes blocks from groups in `queues`.
 
         Args:
-            manager: The block tables.
             queues: The groups, and the policy that says who makes room.
             prefers_swap: Whether a group that could be computed again is to be swapped, if there is CPU memory for it.
         """

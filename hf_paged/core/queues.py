@@ -116,7 +116,6 @@ class Queues:
         return group.arrival in self.in_flight
 
     def next_arrival(self) -> int:
-        """The number of a new group."""
         self._num_arrivals += 1
         return self._num_arrivals
 

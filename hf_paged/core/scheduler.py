@@ -155,7 +155,6 @@ class Scheduler(Sequences):
         """Books an executed step: its tokens are computed, and full blocks of them may be shared from now on.
 
         Args:
-            batch: The step.
             is_checked: All that it computed is finite. If not known, blocks that chunks of several tokens filled are
                 shared only from `settle` on: attention lets a later token's NaN through to earlier ones of its chunk,
                 which the hash of an earlier token's block says nothing about.

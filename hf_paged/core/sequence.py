@@ -47,7 +47,6 @@ class GivenToken:
 
         Args:
             position: Its position id, or those of each axis.
-            embeddings: Of several tokens.
             index: Which of them it is.
             content: The bytes of its embedding.
         """
@@ -63,7 +62,6 @@ class GivenToken:
             whole: A digest of them all.
             place: Which of them it is.
             token: What it would be alone.
-            position: Of a plain id.
         """
         digest = hashlib.sha256(whole + place.to_bytes(4)).digest()
         return replace(token, digest=digest) if isinstance(token, GivenToken) else cls(digest, token, position)

@@ -16,7 +16,6 @@ class Sequences:
     """All sequences and their groups: what is done to them outside a step, and the queues that this moves them between.
 
     Args:
-        manager: The block tables.
         prefers_swap: Whether a group that could be computed again is to be swapped, if there is CPU memory for it.
         policy: Order, admission, choice of blocks, victim; `FCFS` by default.
 
@@ -77,7 +76,6 @@ class Sequences:
         """Ends a sequence and releases its blocks. It must not be in a running step.
 
         Args:
-            sequence: The sequence.
             reason: Why it ends, for the log, should it be the last of its group.
         """
         self._manager.free(sequence.seq_id)

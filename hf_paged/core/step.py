@@ -11,8 +11,6 @@ from hf_paged.core.sequence import SequenceGroup
 
 @dataclass(slots=True)
 class Step:
-    """A step in the making."""
-
     budget: int
     num_seqs: int
     only: object

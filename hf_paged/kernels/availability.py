@@ -19,12 +19,7 @@ HALF_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def layer_kernels(dtype: torch.dtype, device: torch.device) -> LayerKernels | str:
-    """The kernels for what lies between a model's matrix products, or why there are none.
-
-    Args:
-        dtype: The model's.
-        device: The model's.
-    """
+    """The kernels for what lies between a model's matrix products, or why there are none."""
     if device.type == "cpu":
         return cpu_layers.load(dtype)
     if device.type != "cuda":

@@ -49,7 +49,6 @@ def library(
 
     Args:
         source: The file; headers beside it may be included.
-        functions: What it must have.
         options: Of the compiler, beyond those of all files.
         instructions: A key of `INSTRUCTIONS`, or another word for the compiler's default; `None`: what torch found.
         constants: Preprocessor constants.

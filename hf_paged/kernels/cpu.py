@@ -203,7 +203,6 @@ class StepCalls:
         Args:
             block_tables: `[S, N]` int32, contiguous, with the blocks of the first `num_seqs` sequences.
             seq_lens: `[S]` int32, contiguous, tokens of each including the new one.
-            num_seqs: How many sequences.
             longest: Tokens of the longest of them.
             together: Sequences that share blocks; `None`: each is attended to by itself.
 
@@ -282,7 +281,6 @@ class StepCalls:
             output: `[T, num_heads, head_dim]`, contiguous; the tokens of `rows` are written. Of latents as wide as
                 these.
             layer: Layer index.
-            rows: Of `decodes` or `prompts`.
             scale: Factor on the scores.
             sliding_window: Tokens a query sees, itself included; `None`: all before it.
             softcap: Bound of the scores; `None`: none.
@@ -356,7 +354,6 @@ def load(dtype: torch.dtype, head_dim: int, latent_dim: int | None = None) -> CP
     """The kernels for pools of this type and head dim, or why there are none. Compiles where no earlier process has.
 
     Args:
-        dtype: Of pool and model.
         head_dim: Elements of one head; of a latent and a rotary key.
         latent_dim: Elements of a latent; `None`: the pool holds keys and values.
     """

@@ -21,8 +21,6 @@ _ALIGNMENT = 64  # elements
 
 @dataclass(frozen=True, slots=True)
 class NormSettings:
-    """See `LayerKernels.rms_norm`."""
-
     weight: Tensor
     eps: float
     offset: float
@@ -157,7 +155,6 @@ class CPUDecoderLayer:
         """The layer's result.
 
         Args:
-            states: Its input.
             attended: `[tokens, heads, head_dim]`, what attention makes of the queries, contiguous.
 
         Returns:
@@ -212,9 +209,7 @@ class _Heads:
         """Prepares the calls.
 
         Args:
-            layers: The kernels, and
             linears: their products.
-            own: The layer.
             normed: Where its normed input is, for `PIECE` rows, and
             query_at: its queries before and behind their norm, and
             key_at: its keys.

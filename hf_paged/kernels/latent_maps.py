@@ -29,7 +29,6 @@ class LatentMaps:
 
     @property
     def latent_dim(self) -> int:
-        """Elements of a latent."""
         return self.key.shape[2]
 
     def absorb(self, query: Tensor) -> Tensor:
@@ -56,7 +55,6 @@ class LatentMaps:
         return torch.cat([key, rotary.expand(-1, key.shape[1], -1, -1)], dim=-1), value
 
     def of_heads(self, first: int, last: int) -> LatentMaps:
-        """Those of some heads."""
         return LatentMaps(self.key[first:last], self.value[first:last])
 
     def is_expanded(self, num_new: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:

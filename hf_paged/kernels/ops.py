@@ -309,7 +309,6 @@ def prefill_plan(query: Tensor, kv_cache: Tensor, max_query_len: int) -> tuple[i
 
     Args:
         query: `[T, num_heads, head_dim]`.
-        kv_cache: The KV tensor.
         max_query_len: New tokens of the sequence that has most.
     """
     padded_dim, group = next_power_of_two(max(16, kv_cache.shape[5])), query.shape[1] // kv_cache.shape[3]

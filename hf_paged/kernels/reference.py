@@ -55,7 +55,6 @@ def slot_rows(kv_cache: Tensor, slots: Tensor) -> Tensor:
     """Where the keys of layer 0 lie in the KV tensor seen as `rows`; the same for all layers of a step.
 
     Args:
-        kv_cache: The KV tensor.
         slots: `[..., T]` int64.
 
     Returns:
@@ -104,7 +103,6 @@ def gather_blocks(
     """Keys and values of one layer for every block of a table, in one copy each.
 
     Args:
-        kv_cache: The KV tensor.
         layer: Layer index.
         block_table: `[G, N]` int64.
         key_dim: Width of a head's key; `None`: as its value's.
@@ -119,7 +117,6 @@ def block_rows(kv_cache: Tensor, block_table: Tensor) -> Tensor:
     """Where the keys and the values of layer 0 lie in the KV tensor seen as rows of a head's part of a block.
 
     Args:
-        kv_cache: The KV tensor.
         block_table: `[G, N]` int64.
 
     Returns:
@@ -183,7 +180,6 @@ def paged_attention(
 
     Args:
         query: `[T, num_heads, head_dim]`.
-        kv_cache: The KV tensor.
         layer: Layer index.
         groups: The sequences: all, or those behind the ones that are done.
         scale: Factor on the scores.
@@ -303,7 +299,6 @@ def gather_slots(kv_cache: Tensor, layer: int, slots: Tensor, key_dim: int | Non
     """Keys and values of one layer, token by token.
 
     Args:
-        kv_cache: The KV tensor.
         layer: Layer index.
         slots: `[B, S]` int64.
         key_dim: Width of a head's key; `None`: as its value's.

@@ -99,7 +99,6 @@ def load_states(pointers, mask, FORMAT: tl.constexpr, NATIVE: tl.constexpr, DTYP
         mask: What to load; ignored unless `MASKED`.
         FORMAT: fp8 format, or "" for a pool of ordinary numbers.
         NATIVE: See `decode_fp8`.
-        DTYPE: The query's dtype.
         MASKED: Whether the mask hides anything.
     """
     if MASKED:

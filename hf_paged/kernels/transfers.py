@@ -72,14 +72,12 @@ class DeviceTimer:
     """How long a device is busy with what is queued from here to `stop`; waits for nothing until asked."""
 
     def __init__(self, device: torch.device) -> None:
-        """Starts."""
         self._events: list[torch.cuda.Event] = []
         self._times = [time.perf_counter()]
         self._device = device
         self._mark()
 
     def stop(self) -> None:
-        """Ends what is timed."""
         self._times.append(time.perf_counter())
         self._mark()
 

@@ -149,8 +149,6 @@ def _rotary_kernel(
 
 
 class TritonLayers(LayerKernels):
-    """The kernels' launchers."""
-
     def _are_here(self, *tensors: Tensor) -> bool:
         device = tensors[0].device
         return all(tensor.dtype is self.dtype and tensor.device == device for tensor in tensors)

@@ -1,12 +1,14 @@
 /* A matrix product: inputs [rows, width] times the transpose of a weight [columns, width], plus a bias; of several
-   weights of one input at once, the parts of one product, each with a result of its own. Weights are read where they lie.
+   weights of one input at once, the parts of one product, each with a result of its own. Weights are read where they
+   lie.
 
-   As in the kernels of matrix libraries, a tile of sums stays in registers: 4 rows times 6 vectors, so that 10 loads serve
-   24 multiplications. Where the elements of a column lie side by side, a vector is along the width: lanes are elements of
-   one column, and are added up by halves at the end. Where columns lie side by side, it is across it: a lane is a column.
+   As in the kernels of matrix libraries, a tile of sums stays in registers: 4 rows times 6 vectors, so that 10 loads
+   serve 24 multiplications. Where the elements of a column lie side by side, a vector is along the width: lanes are
+   elements of one column, and are added up by halves at the end. Where columns lie side by side, it is across it: each
+   lane is a column.
 
-   A sum is made in one order, whatever the tile, the rows beside it, the other parts and the threads: spans of the width
-   one after the other, each summed by itself. */
+   A sum is made in one order, whatever the tile, the rows beside it, the other parts and the threads: spans of the
+   width one after the other, each summed by itself. */
 #include "cpu_element.h"
 #if IS_BFLOAT16 && defined(__AVX512BF16__)
 #include <immintrin.h>
@@ -19,7 +21,7 @@ enum { LANES = 8 };
 #else
 enum { LANES = 4 };
 #endif
-/* Sums, a row's vectors and one of the weight fill the registers; pairs that are multiplied in two steps take two each. */
+/* Sums, the weight's vectors and one of a row fill the registers; pairs multiplied in two steps take two each. */
 #if defined(__AVX512BF16__) || defined(__AVX512F__) && !IS_BFLOAT16
 enum { VECTORS = 6 };
 #elif defined(__AVX512F__)
@@ -31,9 +33,9 @@ enum { VECTORS = 2 };
 #endif
 enum { ROWS = 4, PAGE = 4096 };
 enum { PAIR = 4 / sizeof(element), STEP = LANES * PAIR }; /* elements in 4 bytes, and in a vector */
-enum { SPAN = 4096 / sizeof(element), SPAN_ACROSS = 64 * PAIR }; /* of the width: what a tile reads stays in the first cache */
-enum { BLOCK = 64, BLOCK_BYTES = 1 << 19 };               /* rows, which stay in the second */
-enum { MIN_PRODUCTS = 1 << 19 };                          /* below, a second thread costs more than it saves */
+enum { SPAN = 4096 / sizeof(element), SPAN_ACROSS = 64 * PAIR }; /* what a tile reads stays in the first-level cache */
+enum { BLOCK = 64, BLOCK_BYTES = 1 << 19 };                      /* rows, which stay in the second */
+enum { MIN_PRODUCTS = 1 << 19 };                                 /* below, a second thread costs more than it saves */
 
 #define INLINE static inline __attribute__((always_inline))
 #define EACH(i, count) _Pragma("GCC unroll 8") for (int i = 0; i < count; i++)
@@ -89,13 +91,10 @@ INLINE bits along(const element *from) {
 
 /* Of LANES columns; a pair is of two rows of the weight. */
 INLINE bits across(const element *from, int64_t row) {
-#if IS_BFLOAT16
+  if (PAIR == 1) return along(from);
   elements first, second;
   memcpy(&first, from, sizeof(first)), memcpy(&second, from + row, sizeof(second));
   return __builtin_convertvector(first, bits) | __builtin_convertvector(second, bits) << 16;
-#else
-  return row ? along(from) : along(from);
-#endif
 }
 
 /* The same elements of an input for all columns. */
@@ -120,7 +119,8 @@ INLINE void tile(const int rows, const int vectors, const int is_across, const i
     const int64_t place = is_across ? k * weight.row : k;
     bits w[VECTORS];
     EACH(v, vectors)
-      w[v] = is_across ? across(weight.first + place + v * LANES, weight.row) : along(weight.first + place + v * weight.row);
+      w[v] = is_across ? across(weight.first + place + v * LANES, weight.row)
+                       : along(weight.first + place + v * weight.row);
     EACH(v, fetched) __builtin_prefetch(ahead + place + offset_of(v, is_across, weight.row), 0, 2);
     EACH(r, rows) {
       const element *from = input.first + r * input.row + k;
@@ -138,19 +138,19 @@ typedef void tile_function(struct operand, struct operand, int64_t, const elemen
                          vector *sums, int is_first) {                                                                 \
     tile(rows, __VA_ARGS__, input, weight, width, ahead, sums, is_first);                                              \
   }
-#define TILES_OF(name, ...)                                                                                            \
+#define TILES(name, ...)                                                                                               \
   TILE(1, name, __VA_ARGS__) TILE(2, name, __VA_ARGS__) TILE(3, name, __VA_ARGS__) TILE(4, name, __VA_ARGS__)
 #define ALL_ROWS(name) {name##1, name##2, name##3, name##4}
-TILES_OF(narrow_along, 1, 0, 0)
-TILES_OF(plain_along, VECTORS, 0, 0)
-TILES_OF(one_ahead_along, VECTORS, 0, 1)
-TILES_OF(all_ahead_along, VECTORS, 0, VECTORS)
-TILES_OF(narrow_across, 1, 1, 0)
-TILES_OF(plain_across, VECTORS, 1, 0)
-TILES_OF(one_ahead_across, VECTORS, 1, 1)
-TILES_OF(all_ahead_across, VECTORS, 1, VECTORS)
+TILES(narrow_along, 1, 0, 0)
+TILES(plain_along, VECTORS, 0, 0)
+TILES(one_ahead_along, VECTORS, 0, 1)
+TILES(all_ahead_along, VECTORS, 0, VECTORS)
+TILES(narrow_across, 1, 1, 0)
+TILES(plain_across, VECTORS, 1, 0)
+TILES(one_ahead_across, VECTORS, 1, 1)
+TILES(all_ahead_across, VECTORS, 1, VECTORS)
 enum { NARROW, PLAIN, ONE_AHEAD, ALL_AHEAD };
-static tile_function *const TILES[2][4][ROWS] = {
+static tile_function *const TILE_OF[2][4][ROWS] = {
     {ALL_ROWS(narrow_along), ALL_ROWS(plain_along), ALL_ROWS(one_ahead_along), ALL_ROWS(all_ahead_along)},
     {ALL_ROWS(narrow_across), ALL_ROWS(plain_across), ALL_ROWS(one_ahead_across), ALL_ROWS(all_ahead_across)},
 };
@@ -203,7 +203,7 @@ INLINE void finish(const int vectors, const struct part *part, int64_t row, int6
 /* A copy with zeros behind the `length` elements of each row. */
 static struct operand padded(struct operand from, int64_t rows, int64_t length, element *to, int64_t row) {
   for (int64_t r = 0; r < rows; r++) {
-    memcpy(to + r * row, from.first + r * from.row, length * sizeof(element));
+    if (length) memcpy(to + r * row, from.first + r * from.row, length * sizeof(element));
     memset(to + r * row + length, 0, (row - length) * sizeof(element));
   }
   return (struct operand){to, row};
@@ -216,11 +216,11 @@ static void strip(const struct linear *a, const struct part *part, int64_t first
   const int64_t step = is_across ? PAIR : STEP, most = is_across ? SPAN_ACROSS : SPAN, whole = a->width / step * step;
   const int64_t full = vectors * (is_across ? LANES : 1), left = part->columns - column;
   const int64_t columns = left < full ? left : full, tiles = (rows + ROWS - 1) / ROWS;
-  /* What is fetched meanwhile goes to as many tiles. Where rows lie whole pages apart, it would push what the tile reads
-     out of the first-level cache: to the first tile. */
+  /* Each of VECTORS tiles fetches one vector of a step that comes later. Where rows lie whole pages apart, these would
+     push what the tiles read out of the first-level cache: there the first tile fetches all. */
   const int64_t every = part->row * sizeof(element) % PAGE ? tiles / VECTORS : 0;
   vector sums[BLOCK * VECTORS];
-  element edge[SPAN_ACROSS * LANES * 2], tail[BLOCK * STEP];
+  element edge[SPAN_ACROSS * LANES], tail[BLOCK * STEP];
   int64_t k = 0;
   do {
     const int64_t real = whole - k >= most ? most : k < whole ? whole - k : a->width - k; /* of the width */
@@ -249,7 +249,7 @@ static void strip(const struct linear *a, const struct part *part, int64_t first
       }
       vector *own = sums + row * vectors;
       const struct operand own_input = {input.first + row * input.row, input.row};
-      TILES[is_across][kind][n - 1](own_input, weight, span, own_ahead, own, !k);
+      TILE_OF[is_across][kind][n - 1](own_input, weight, span, own_ahead, own, !k);
       if (k + real == a->width) {
         if (vectors == 1) finish(1, part, first_row + row, column, n, columns, own);
         else finish(VECTORS, part, first_row + row, column, n, columns, own);

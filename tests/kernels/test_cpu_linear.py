@@ -80,7 +80,7 @@ def test_shapes(kernel: CPULinear, layout: str) -> None:
     """Rows around a tile's, columns around a panel's, a few elements beyond a vector."""
     rng = random.Random(layout)
     shapes = [(rows, columns, width) for rows in (1, 3, 8) for columns in range(1, 14) for width in (1, 7, 33)]
-    shapes += [(rng.randint(1, 40), rng.randint(1, 400), rng.randint(1, 600)) for _ in range(60)]
+    shapes += [(rng.randint(1, 40), rng.randint(1, 400), rng.randint(1, 600)) for _ in range(25)]
     for rows, columns, width in shapes:
         states = random_tensor(rows, width, dtype=kernel.dtype, seed=rows)
         weight = random_tensor(columns, width, dtype=kernel.dtype, seed=columns)
@@ -94,14 +94,14 @@ def test_shapes(kernel: CPULinear, layout: str) -> None:
 def test_a_row_is_the_same_beside_any_others(kernel: CPULinear, layout: str, threads: int) -> None:
     """Bit for bit, however rows are split into calls: a request's tokens don't depend on what shares its steps."""
     rng = random.Random(layout)
-    for columns, width in [(700, 512), (13, 1), (131, 333), (1, 2049), (97, 1030)]:
+    for columns, width in [(300, 512), (13, 1), (131, 333), (1, 2049), (97, 1100)]:
         weight = LAYOUTS[layout](random_tensor(columns, width, dtype=kernel.dtype, seed=columns))
         bias = random_tensor(columns, dtype=kernel.dtype, seed=3)
-        states = random_tensor(139, width, dtype=kernel.dtype, seed=2)
+        states = random_tensor(75, width, dtype=kernel.dtype, seed=2)
         torch.set_num_threads(1)
         alone = torch.cat([kernel.multiply(row, weight, bias) for row in states.split(1)])
         torch.set_num_threads(threads)
-        for _ in range(4):
+        for _ in range(3):
             cuts = sorted(rng.sample(range(1, len(states)), rng.choice([0, 3, 20])))
             pieces = states.tensor_split(cuts)
             assert torch.equal(torch.cat([kernel.multiply(piece, weight, bias) for piece in pieces]), alone)

@@ -38,7 +38,7 @@ class Linear(ctypes.Structure):
     ]
 
 
-_pack_linear, _pack_part, _pack_one = Struct("5q").pack, Struct("6q").pack, Struct("11q").pack  # as in these structs
+_pack_linear, _pack_part = Struct("5q").pack, Struct("6q").pack  # as in these structs
 
 
 class CPULinear:
@@ -101,7 +101,10 @@ class CPULinear:
         Raises:
             InputError: Tensors of other shapes, dtypes, strides or devices.
         """
-        return self.multiply_all(states, ((weight, bias),))[0]
+        *leading, width = states.shape or (0,)
+        output = states.new_empty((*leading, *weight.shape[:1]))
+        self._run(states, self._part(weight, width, bias, output.data_ptr()), 1)
+        return output
 
     def multiply_all(self, states: Tensor, weights: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
         """The same by several weights of one width, in one pass.
@@ -116,19 +119,19 @@ class CPULinear:
         Raises:
             InputError: As in `multiply`.
         """
-        width = weights[0][0].shape[-1]
-        if not (states.dtype is self.dtype and states.is_cpu and states.ndim and states.shape[-1] == width):
-            raise InputError("multiply", f"[..., {width}] of {self.dtype} on CPU", states=states)
-        states = states.contiguous()
-        leading = states.shape[:-1]
-        outputs = [states.new_empty((*leading, weight.shape[0])) for weight, _ in weights]
-        parts = b"".join(
-            self._part(weight, width, bias, output.data_ptr())
-            for (weight, bias), output in zip(weights, outputs, strict=True)
-        )
-        threads = torch.get_num_threads()
-        self.function(_pack_linear(states.data_ptr(), len(outputs), leading.numel(), width, threads) + parts)
+        *leading, width = states.shape or (0,)
+        outputs = [states.new_empty((*leading, *weight.shape[:1])) for weight, _ in weights]
+        given = zip(weights, outputs, strict=True)
+        parts = [self._part(weight, width, bias, output.data_ptr()) for (weight, bias), output in given]
+        self._run(states, b"".join(parts), len(parts))
         return outputs
+
+    def _run(self, states: Tensor, parts: bytes, num_parts: int) -> None:
+        if not (states.dtype is self.dtype and states.is_cpu and states.ndim):
+            raise InputError("multiply", f"[..., width] of {self.dtype} on CPU", states=states)
+        states, width = states.contiguous(), states.shape[-1]
+        rows = states.numel() // width if width else states.shape[:-1].numel()
+        self.function(_pack_linear(states.data_ptr(), num_parts, rows, width, torch.get_num_threads()) + parts)
 
     def _part(self, weight: Tensor, width: int, bias: Tensor | None, output: int) -> bytes:
         if not self.takes(weight) or weight.shape[1] != width:

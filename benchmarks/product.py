@@ -1,4 +1,4 @@
-"""Products with weights of linear layers on CPU: our kernel beside torch, and beside that of an older checkout.
+"""Products with weights of a model's linear layers on CPU: our kernel beside torch, and an older checkout's.
 
     python benchmarks/product.py --out benchmarks/results
     python benchmarks/product.py --rows 1 8 --shapes 768x2048 --dtype float32 --threads 1 --before ../old
@@ -63,7 +63,7 @@ def ways_of(weights: Sequence[Tensor], before: ModuleType | None) -> dict[str, l
     """For each way, its product with each of these weights."""
     kernel = kernel_for(weights[0].dtype)
     ours: list[Product] = [partial(_multiply, kernel, weight) for weight in weights]
-    ways = {"ours": ours, "again": ours, "torch": [partial(_torch, weight) for weight in weights]}
+    ways = {"ours": ours, "again": ours, "torch": [partial(linear, weight=weight) for weight in weights]}
     if before is not None:
         old = before.load(weights[0].dtype)
         ways["before"] = [partial(_multiply, old, old.pack(weight)) for weight in weights]
@@ -72,10 +72,6 @@ def ways_of(weights: Sequence[Tensor], before: ModuleType | None) -> dict[str, l
 
 def _multiply(kernel: Any, weight: Any, states: Tensor) -> Tensor:
     return kernel.multiply(states, weight, None)  # type: ignore[no-any-return]
-
-
-def _torch(weight: Tensor, states: Tensor) -> Tensor:
-    return linear(states, weight)
 
 
 def measure(weights: Sequence[Tensor], ways: dict[str, list[Product]], rows: int, reps: int) -> dict[str, float]:
@@ -100,16 +96,6 @@ def measure(weights: Sequence[Tensor], ways: dict[str, list[Product]], rows: int
     return {name: work * num_weights / statistics.median(each) / 1e9 for name, each in seconds.items()}
 
 
-def means(results: list[dict[str, Any]], rows: Sequence[int], way: str, other: str) -> dict[str, float]:
-    """For each dtype and number of threads, the geometric mean over shapes and these numbers of rows of their ratio."""
-    found: dict[str, list[float]] = {}
-    for each in results:
-        if each["rows"] in rows:
-            ratio = each["gflops"][way] / each["gflops"][other]
-            found.setdefault(f"{each['dtype']}, {each['threads']} threads", []).append(ratio)
-    return {name: round(statistics.geometric_mean(ratios), 3) for name, ratios in found.items()}
-
-
 @torch.inference_mode()
 def main() -> None:
     arguments = parser(__doc__)
@@ -122,19 +108,19 @@ def main() -> None:
     given = arguments.parse_args()
     before = module_of(given.before) if given.before else None
     results: list[dict[str, Any]] = []
-    tables = []
     for dtype in given.dtype:
         for shape in given.shapes:
             width, columns = map(int, shape.split("x"))
-            weight = partial(torch.randn, columns, width)
             size = width * columns * getattr(torch, dtype).itemsize
-            weights = [weight().to(getattr(torch, dtype)) for _ in range(max(2, int(WEIGHT_BYTES / size)))]
+            num_weights = max(2, int(WEIGHT_BYTES / size))
+            weights = list(torch.randn(num_weights, columns, width).to(getattr(torch, dtype)))
             ways = ways_of(weights, before)
             for threads in given.threads:
                 torch.set_num_threads(threads)
                 others = [name for name in ways if name != "ours"]
-                title = f"{dtype} {shape}, {threads} threads"
-                table = Table("rows", *ways, *(f"/ {name}" for name in others), title=title)
+                table = Table(
+                    "rows", *ways, *(f"/ {name}" for name in others), title=f"{dtype} {shape}, {threads} threads"
+                )
                 for rows in given.rows:
                     gflops = measure(weights, ways, rows, given.reps)
                     ratios = (f"{gflops['ours'] / gflops[name]:.2f}" for name in others)
@@ -142,15 +128,12 @@ def main() -> None:
                     result = {"dtype": dtype, "shape": shape, "threads": threads, "rows": rows}
                     results.append(result | {"gflops": {name: round(value, 1) for name, value in gflops.items()}})
                 show(table)
-                tables.append(table)
     about = {"benchmark": "product", "machine": device_facts(torch.device("cpu"))}
     save(given.out / "product.json", about, results)
-    others = ["again", "torch", *(["before"] if before else [])]
-    summary = Table("rows", *(f"/ {name}" for name in others), title="geometric means of ours over all shapes")
     for rows in given.rows:
-        found = [means(results, [rows], "ours", name) for name in others]
-        summary.add_row(str(rows), *("\n".join(f"{each}: {ratio}" for each, ratio in one.items()) for one in found))
-    show(summary)
+        same = [one["gflops"] for one in results if one["rows"] == rows]
+        means = {name: statistics.geometric_mean(one["ours"] / one[name] for one in same) for name in same[0]}
+        print(rows, "rows, ours /", ", ".join(f"{name}: {mean:.2f}" for name, mean in means.items() if name != "ours"))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from hf_paged.core.config import PagedConfig
 from hf_paged.core.errors import OutOfBlocksError, QueueFullError, UnsupportedCallError, UnsupportedModelError, needs
 from hf_paged.core.metrics import EngineStats
 from hf_paged.engine.engine import Engine
+from hf_paged.engine.explain import Detour
 from hf_paged.engine.request import Request, RequestMetrics, RequestOutput, TokenEvent
 from hf_paged.engine.warm_up import WarmUp
 from hf_paged.model.hooks import packed_hook
@@ -27,6 +28,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "Detour",
     "Engine",
     "EngineStats",
     "Grammar",

@@ -139,7 +139,7 @@ class PagedGenerationMixin(PagedBatchMixin):
             reason = why_stock(self, generation_config, given, verifies_drafts)
             reason = reason or why_not_stateful(engine, model_kwargs)
         if reason is not None:
-            fall_back(engine.config, reason)
+            fall_back(engine, reason)
         fan_out = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         twin = call_context().twin
         state = {} if twin is None else twin.state()

@@ -13,7 +13,7 @@ from transformers import DynamicCache, GenerationConfig, StoppingCriteriaList
 
 from hf_paged.api.drafting import can_do_without_drafts
 from hf_paged.api.given_call import check_continuation, check_tokens
-from hf_paged.api.routing import engine_rows, fall_back, rows_may_leave
+from hf_paged.api.routing import engine_rows, fall_back, rows_may_leave, why_loop
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.interrupts import allowed_interrupt, deferred_interrupt
 from hf_paged.engine.beam_search import BeamSearchLoop
@@ -59,10 +59,11 @@ def prepare(model: Any, call: PreparedCall) -> PreparedCall:
     if call.is_assisted and len(call.input_ids) > 1 and can_do_without_drafts(call):
         return prepare(model, call)
     if call.cache is not None and call.others.get("synced_gpus"):
-        fall_back(engine.config, "synced_gpus=True")
+        fall_back(engine, "synced_gpus=True")
         call.others[engine.core.bound.cache_argument] = DynamicCache(config=model.config.get_text_config(decoder=True))
     cache, config = call.cache, call.generation_config
     if cache is not None:
+        engine.core.note_detour(f"transformers' own loop: {why_loop(model, call)}")
         longest = check_prompt(engine, call)
         per_step = config.output_hidden_states and config.return_dict_in_generate
         is_kept = any(row is not None and not row.is_recomputable for row in cache.sequences)

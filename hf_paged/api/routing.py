@@ -12,7 +12,6 @@ from transformers.utils import logging
 from hf_paged.api.drafting import ASSISTED_ARGUMENTS, draft_model_of, lookup_settings
 from hf_paged.api.given_call import IGNORED_BY_FORWARD, forward_call, is_given
 from hf_paged.api.own_forward import hands_on
-from hf_paged.core.config import PagedConfig
 from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.core.sequence import GivenPrompt
 from hf_paged.engine.call_context import call_context
@@ -30,7 +29,7 @@ from hf_paged.model.traits import is_stochastic
 from hf_paged.model.wrapper import token_positions
 from hf_paged.sampling.beams import BeamSettings
 from hf_paged.sampling.lookup import LookupSettings
-from hf_paged.sampling.processors import RowEnds, ends_together, pads_finished, take_any_rows
+from hf_paged.sampling.processors import RowEnds, are_row_wise, ends_together, pads_finished, take_any_rows
 
 logger = logging.get_logger(__name__)
 
@@ -100,10 +99,11 @@ def _peft_type(model: nn.Module) -> str | None:
     return None if kind is None else str(getattr(kind, "value", kind))
 
 
-def fall_back(config: PagedConfig, reason: str) -> None:
+def fall_back(engine: Engine, reason: str) -> None:
     """Warns that a call runs stock `generate()`, or raises `UnsupportedCallError` under `strict=True`."""
-    if config.strict:
+    if engine.config.strict:
         raise UnsupportedCallError(f"{reason}: only stock generate() can run this call, and strict=True forbids it")
+    engine.core.note_detour(f"stock generate(): {reason}")
     logger.warning_once(f"hf_paged: this call runs stock generate() without the paged cache: {reason}")
 
 
@@ -135,6 +135,23 @@ def engine_rows(model: Any, call: PreparedCall) -> SampleCall | None:
     elif is_text:
         padding = _padding(call, has_axes=wrapper is not None)
     return None if padding is None else _sample_call(call, padding, given, beams, lookup, draft_model)
+
+
+def why_loop(model: Any, call: PreparedCall) -> str:
+    """Why `engine_rows` has none for a call."""
+    engine, others = model.paged, (*call.processors, *call.criteria)
+    foreign = sorted({type(each).__name__ for each in others if not are_row_wise([each])})
+    reasons = (
+        (not engine.traits.is_batched, "rows of the model depend on those beside them"),
+        (not call.is_row_wise, f"processors or criteria that are not transformers' own ({', '.join(foreign)})"),
+        (call.generation_config.return_dict_in_generate, "return_dict_in_generate=True"),
+        (engine.forwards.check_hooks(), "hooks on inner modules"),
+        (call.cache is not None and not call.cache.owned_by_call, "past_key_values is a PagedCache"),
+        (call.others.get("streamer") is not None and len(call.input_ids) > 1, "a streamer of several rows"),
+        (model._forward_hooks or model._forward_pre_hooks, "hooks on the model itself"),
+        (not _is_plain(model), "a method of the model's class or object is not transformers'"),
+    )
+    return next((reason for holds, reason in reasons if holds), "its inputs, drafts or ends are for that loop alone")
 
 
 def _is_plain_call(model: Any, call: PreparedCall) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class EngineStats:
         num_generated_tokens: Tokens handed to callers by `generate()` (counter).
         num_draft_tokens: Drafts that were verified: of prompt lookup, in the engine (counter).
         num_accepted_tokens: Those of them that were right (counter).
+        detours: Calls that did not run in the engine's own loop, by the reason (counters); see `explain()`.
     """
 
     num_blocks: int = 0
@@ -59,3 +61,4 @@ class EngineStats:
     num_generated_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    detours: Mapping[str, int] = field(default_factory=dict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
@@ -96,6 +97,7 @@ class EngineCore:
         self.runs: set[Run] = set()
         self.num_generated_tokens = 0
         self.num_drafts = (0, 0)
+        self.detours: Counter[str] = Counter()  # calls, by what kept them from the engine's own loop
 
     @property
     def model(self) -> PreTrainedModel:
@@ -114,6 +116,10 @@ class EngineCore:
     def kv_cache(self) -> KVCache:
         """The pool tensor, allocated at first use and again when the model has moved to another device or dtype."""
         return self.pool.kv_cache
+
+    def note_detour(self, reason: str) -> None:
+        with self.pool.lock:
+            self.detours[reason] += 1
 
     # Where a thread is
 
@@ -195,7 +201,7 @@ class EngineCore:
         """Takes a snapshot of the gauges and counters. The pool's lock is held."""
         if not self.pool.is_made:
             num_blocks = self.config.num_blocks or 0
-            return EngineStats(num_blocks=num_blocks, num_free_blocks=num_blocks)
+            return EngineStats(num_blocks=num_blocks, num_free_blocks=num_blocks, detours=dict(self.detours))
         manager, blocks, scheduler = self.manager, self.manager.pool, self.scheduler
         self.pool.record_peak()
         return EngineStats(
@@ -222,6 +228,7 @@ class EngineCore:
             num_generated_tokens=self.num_generated_tokens + sum(run.num_tokens for run in self.runs),
             num_draft_tokens=self.num_drafts[0] + sum(run.num_drafts for run in self.runs),
             num_accepted_tokens=self.num_drafts[1] + sum(run.num_accepted for run in self.runs),
+            detours=dict(self.detours),
         )
 
     # Everything at once

@@ -20,6 +20,7 @@ from hf_paged.core.process import PROCESS, Lasting
 from hf_paged.engine.caller_forwards import CallerForwards
 from hf_paged.engine.calls import Calls
 from hf_paged.engine.core import EngineCore
+from hf_paged.engine.explain import Detour, explain
 from hf_paged.engine.follower import Follower, only_on_first
 from hf_paged.engine.leader import Leader
 from hf_paged.engine.remote_rows import RemoteRows
@@ -309,6 +310,14 @@ class Engine(Lasting):
         self._ask_first("stats")
         with self.core.transaction():
             return self.core.stats(self.num_waiting)
+
+    @deferred_interrupt()
+    def explain(self) -> list[Detour]:
+        """What keeps the model, or calls that were made, from the fastest way, each with what would change that."""
+        self._check_patched()
+        self._ask_first("explain")
+        with self.core.transaction():
+            return explain(self.core)
 
     @deferred_interrupt()
     def snapshot(self, since: int = 0) -> dict[str, Any]:

@@ -125,6 +125,12 @@ def _function(hook: Any) -> Any:
     return getattr(hook, "func", hook)  # of a partial
 
 
+def hook_name(hook: Any) -> str:
+    """Module and name of a hook's function."""
+    function = _function(hook)
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__name__', type(function).__name__)}"
+
+
 def _package(hook: Any) -> str:
     return str(getattr(_function(hook), "__module__", "")).partition(".")[0]
 

@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from hf_paged.core.errors import UnsupportedCallError, UnsupportedModelError
 from hf_paged.core.process import PROCESS, Lasting
-from hf_paged.model.hooks import HookWatch, all_modules, is_for_rows
+from hf_paged.model.hooks import HookWatch, all_modules, hook_name, is_for_rows
 from hf_paged.model.latents import Latents
 from hf_paged.model.layers import Layers
 from hf_paged.model.module_overrides import CALL, is_library_code, is_of_library
@@ -244,6 +244,21 @@ class WeightsVersion(Lasting):
         if self.hooks.is_outdated:
             self.look_at_hooks()
         return self._is_library and not self.hooks.numbers
+
+    def foreign(self) -> str:
+        """Names of the modules' classes and of hooks that are not torch's and transformers' own; maybe none."""
+        if self.is_plain or (model := self._model()) is None:
+            return ""
+        modules = all_modules(model)
+        kinds = {type(m) for m in modules if m is not model and not (is_library_code(m) or is_wrapped(m))}
+        hooks = {
+            name
+            for m in modules
+            for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
+            if not (name := hook_name(hook)).startswith("transformers.")
+        }
+        names = sorted(hooks | {f"{kind.__module__}.{kind.__name__}" for kind in kinds})
+        return ", ".join(names[:4]) + (", ..." if names[4:] else "")
 
     @property
     def needs_rows(self) -> bool:

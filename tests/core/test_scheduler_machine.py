@@ -26,7 +26,6 @@ EVENTS = {
     "swapped in at once",
     "copy-on-write",
     "prefix hit",
-    "deferral",
     "chunked prefill",
     "forced",
     "one row of a group",
@@ -55,7 +54,6 @@ EVENTS = {
     "undo",
     "step of one owner",
     "callers beside a step",
-    "left out until tokens are known",
     "ended while it ran",
 }
 

@@ -88,44 +88,26 @@ class Request:
 
 
 class WatchedScheduler(Scheduler):
-    """Counts what can't be seen from outside."""
+    """Notes which groups are run row by row."""
 
     events: Counter[str]
     split: set[SequenceGroup]  # by the last `schedule`
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        rows, admission, preemption = self._rows, self.admission, self.preemption
-        preempt_for, is_being_computed, run_part = preemption.preempt_for, admission._is_being_computed, rows.run_part
+        run_part = self._rows.run_part
 
-        def watched_preempt_for(group: SequenceGroup, step: Any) -> bool:
-            found = preempt_for(group, step)
-            self.events["left out until tokens are known"] += step.needs_tokens
-            return found
-
-        def watched_is_being_computed(step: Any, sequence: Sequence) -> bool:
-            is_deferred = is_being_computed(step, sequence)
-            self.events["deferral"] += is_deferred
-            return is_deferred
-
-        def watched_run_part(step: Any, group: SequenceGroup) -> bool:
+        def watched(step: Any, group: SequenceGroup) -> bool:
             num_before = len(step.chunks)
             self.split.add(group)
             is_running = run_part(step, group)
-            num_rows, num_wanted = (
-                len(step.chunks) - num_before,
-                sum(s.num_wanted_tokens > 0 for s in group.sequences),
-            )
+            num_rows = len(step.chunks) - num_before
+            num_wanted = sum(sequence.num_wanted_tokens > 0 for sequence in group.sequences)
             self.events["one row of a group"] += 1 == num_rows < num_wanted
             self.events["some rows of a group"] += 1 < num_rows < num_wanted
             return is_running
 
-        for owner, name, watched in (
-            (preemption, "preempt_for", watched_preempt_for),
-            (admission, "_is_being_computed", watched_is_being_computed),
-            (rows, "run_part", watched_run_part),
-        ):
-            setattr(owner, name, watched)
+        self._rows.run_part = watched  # type: ignore[method-assign]
 
 
 @dataclass

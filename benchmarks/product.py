@@ -4,8 +4,9 @@
     python benchmarks/product.py --rows 1 8 --shapes 768x2048 --dtype float32 --threads 1 --before ../old
 
 Weights of one shape are multiplied one after the other, as a model goes through its layers: so many that they don't
-stay in the processor's own caches. The ways take turns, and each figure is the median of its rounds. One way is there
-twice: what lies between its two figures is the noise of the others.
+stay in the processor's own caches, and for each way its own, since the last-level cache may hold what another one has
+just read. The ways take turns, every second time backwards, and each figure is the median of its rounds. One way is
+there twice: what lies between its two figures is the noise of the others.
 `--before` takes a checkout whose kernel still had copies of the weights in a layout of its own (`pack`).
 """
 
@@ -60,10 +61,13 @@ def module_of(checkout: Path) -> ModuleType:
 
 
 def ways_of(weights: Sequence[Tensor], before: ModuleType | None) -> dict[str, list[Product]]:
-    """For each way, its product with each of these weights."""
+    """For each way, its product with each of these weights: with its own, as others would bring them to the caches."""
     kernel = kernel_for(weights[0].dtype)
-    ours: list[Product] = [partial(_multiply, kernel, weight) for weight in weights]
-    ways = {"ours": ours, "again": ours, "torch": [partial(linear, weight=weight) for weight in weights]}
+    ways: dict[str, list[Product]] = {
+        "ours": [partial(_multiply, kernel, weight) for weight in weights],
+        "again": [partial(_multiply, kernel, weight.clone()) for weight in weights],
+        "torch": [partial(linear, weight=weight.clone()) for weight in weights],
+    }
     if before is not None:
         old = before.load(weights[0].dtype)
         ways["before"] = [partial(_multiply, old, old.pack(weight)) for weight in weights]
@@ -87,8 +91,9 @@ def measure(weights: Sequence[Tensor], ways: dict[str, list[Product]], rows: int
     num_weights = max(2, min(len(weights), math.ceil(MAX_WORK / work)))
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter  # other processes count less
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(reps):
-        for name, products in ways.items():
+    for rep in range(reps):
+        order = list(ways) if rep % 2 else list(ways)[::-1]
+        for name, products in ((name, ways[name]) for name in order):
             started = clock()
             for product in products[:num_weights]:
                 product(states)
@@ -113,7 +118,7 @@ def main() -> None:
             width, columns = map(int, shape.split("x"))
             size = width * columns * getattr(torch, dtype).itemsize
             num_weights = max(2, int(WEIGHT_BYTES / size))
-            weights = list(torch.randn(num_weights, columns, width).to(getattr(torch, dtype)))
+            weights = [torch.randn(columns, width).to(getattr(torch, dtype)) for _ in range(num_weights)]
             ways = ways_of(weights, before)
             for threads in given.threads:
                 torch.set_num_threads(threads)

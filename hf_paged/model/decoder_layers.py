@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from hf_paged.attention.backends.registry import PagedStep
-from hf_paged.attention.context import ForwardContext, WantedTokens, current_context, is_sentinel, with_step
+from hf_paged.attention.context import MARK, WantedTokens, current_context, with_step
 from hf_paged.attention.params import AttentionParams
 from hf_paged.attention.shared_layers import SharedLayersStep
 from hf_paged.kernels.cpu_decoder import CPUDecoderLayer, DecoderSettings, NormSettings, Scratch
 from hf_paged.kernels.cpu_layers import CPULayers
 from hf_paged.kernels.layers import InputError
-from hf_paged.model.fused_layers import GatedMLP, Norm, activation_of
+from hf_paged.model.fused_layers import GatedMLP, Norm
 from hf_paged.model.fused_rotary import NAME, RotaryAttention
 from hf_paged.model.linears import Linear
 from hf_paged.model.module_overrides import ModuleOverride, Survey, has_hooks, is_library_code, is_untouched
@@ -146,34 +146,28 @@ class DecoderLayer(ModuleOverride):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         mask: Any = kwargs.get("attention_mask")
         angles = kwargs.get("position_embeddings")
-        if self.is_same is not False and len(args) == 1 and is_sentinel(mask) and isinstance(angles, tuple):
-            context, mlp = current_context(mask), self.parts.mlp
-            is_current = self.is_whole and not self.survey.has_new_hooks
-            is_current &= not isinstance(context.step, SharedLayersStep)
-            if is_current and activation_of(mlp.module) is mlp.activation:
-                try:
-                    return self._compute(context, mask, angles, *args, **kwargs)
-                except InputError:
-                    pass
-        return self.module._call_impl(*args, **kwargs)
-
-    def _compute(
-        self, context: ForwardContext, mask: Tensor, angles: tuple[Tensor, Tensor], *args: Any, **kwargs: Any
-    ) -> Any:
-        (state, held), step, wanted = self.parts.state(), context.step, context.wanted
-        assert held  # by this name, until the kernels are through
-        if self.kernels is None or self.params is None or state != self.state:
-            self.state = state
-            return self._try(step, mask, angles, *args, **kwargs)
-        states = args[0]
-        # By its number, and where it is: layers may have been put in another order.
-        is_last = self.parts.attention.module is self.survey.last
-        if wanted is not None and is_last and wanted.layer == self.params.layer:
-            return self._compute_some(step, wanted, states, angles)
-        query, key, value = self.kernels.before_attention(states, *angles)
-        step.write(key, value, self.params.layer)
-        attended = step.attend(query, self.params)
-        return self.kernels.behind_attention(states, attended)
+        if self.is_same is False or len(args) != 1 or not hasattr(mask, MARK) or not isinstance(angles, tuple):
+            return self.module._call_impl(*args, **kwargs)
+        context, mlp, states = current_context(mask), self.parts.mlp, args[0]
+        step, wanted = context.step, context.wanted
+        is_current = self.is_whole and not self.survey.has_new_hooks and not isinstance(step, SharedLayersStep)
+        if not is_current or getattr(mlp.module, mlp.name, None) is not mlp.activation:
+            return self.module._call_impl(*args, **kwargs)
+        try:
+            state, held = self.parts.state()
+            assert held  # by this name, until the kernels are through
+            if self.kernels is None or self.params is None or state != self.state:
+                self.state = state
+                return self._try(step, mask, angles, *args, **kwargs)
+            # By its number, and where it is: layers may have been put in another order.
+            is_last = self.parts.attention.module is self.survey.last
+            if wanted is not None and is_last and wanted.layer == self.params.layer:
+                return self._compute_some(step, wanted, states, angles)
+            query, key, value = self.kernels.before_attention(states, *angles)
+            step.write(key, value, self.params.layer)
+            return self.kernels.behind_attention(states, step.attend(query, self.params))
+        except InputError:
+            return self.module._call_impl(*args, **kwargs)
 
     def _compute_some(
         self, step: PagedStep, wanted: WantedTokens, states: Tensor, angles: tuple[Tensor, Tensor]

@@ -39,17 +39,19 @@ class Norm(ModuleOverride):
 class GatedMLP(ModuleOverride):
     """`down_proj(act(gate_proj(x)) * up_proj(x))`, the first two maybe in one; its layers are called as they are."""
 
-    __slots__ = ("activation", "coefficients", "has_one_input_layer", "kernels")
+    __slots__ = ("activation", "coefficients", "has_one_input_layer", "kernels", "name")
 
-    def __init__(self, module: Any, kernels: LayerKernels, activation: Any, coefficients: tuple[float, float]) -> None:
+    def __init__(self, module: Any, kernels: LayerKernels, name: str, coefficients: tuple[float, float]) -> None:
+        """`name` is that of the module's attribute for its activation."""
         super().__init__(module)
-        self.kernels, self.activation, self.coefficients = kernels, activation, coefficients
+        self.kernels, self.name, self.coefficients = kernels, name, coefficients
+        self.activation = getattr(module, name)
         self.has_one_input_layer = hasattr(module, "gate_up_proj")
 
     def compute(self, states: Tensor) -> Tensor:
         module, activation = self.module, self.activation
         is_hooked = isinstance(activation, nn.Module) and has_hooks(activation)
-        if is_hooked or activation_of(module) is not activation:
+        if is_hooked or getattr(module, self.name, None) is not activation:
             raise InputError("gate", "the activation that was tried", states=states)
         if self.has_one_input_layer:
             gate, up = module.gate_up_proj(states).chunk(2, dim=-1)
@@ -101,7 +103,8 @@ def find_gated_mlp(module: Any, survey: Survey) -> GatedMLP | None:
     if (kernels := kernels_for(module, survey)) is None:
         return None
     layers = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "gate_up_proj", "down_proj")]
-    activation = activation_of(module)
+    name = "activation_fn" if getattr(module, "act_fn", None) is None else "act_fn"
+    activation = getattr(module, name, None)
     has_layers = layers[3] is not None and ((layers[0] is None) == (layers[1] is None) != (layers[2] is None))
     first = layers[0] if layers[0] is not None else layers[2]
     if not has_layers or activation is None or not all(isinstance(x, nn.Module) for x in layers if x is not None):
@@ -114,7 +117,7 @@ def find_gated_mlp(module: Any, survey: Survey) -> GatedMLP | None:
         return None
     if not all(is_library_code(part) and not has_hooks(part) for part in module.modules()):
         return None
-    call = GatedMLP(module, kernels, activation, coefficients)
+    call = GatedMLP(module, kernels, name, coefficients)
     settings = {name: value for name, value in vars(module).items() if isinstance(value, bool | int | float | str)}
     settings.pop("layer_idx", None)
     kind = (type(module), coefficients, *sorted((name, repr(value)) for name, value in settings.items()))
@@ -138,11 +141,6 @@ def _agrees_where_finite(result: Tensor, truth: Tensor) -> bool:
     rows = truth.isfinite().all(dim=-1)
     is_comparable = result.shape == truth.shape and bool(rows.any())
     return is_comparable and agrees(result[rows], truth[rows], _MLP_TOLERANCE[truth.dtype], dim=-1)
-
-
-def activation_of(module: Any) -> Any:
-    activation = getattr(module, "act_fn", None)
-    return getattr(module, "activation_fn", None) if activation is None else activation
 
 
 def _computes(activation: Any, coefficients: tuple[float, float]) -> bool:

@@ -98,7 +98,9 @@ class HookWatch:
     @property
     def is_outdated(self) -> bool:
         """Whether a hook was added to any module of the process since the last look, or one of the model's removed."""
-        return self._next != RemovableHandle.next_id or len(self._of(self._held)) < len(self._held)
+        return self._next != RemovableHandle.next_id or (
+            bool(self._held) and len(self._of(self._held)) < len(self._held)
+        )
 
     @property
     def needs_rows(self) -> bool:
@@ -113,12 +115,12 @@ class HookWatch:
     @property
     def has_rows_of_others(self) -> bool:
         """Whether there are any for the rows of a call that is not known."""
-        return bool(self._of(self._for_rows))
+        return bool(self._for_rows) and bool(self._of(self._for_rows))
 
     @staticmethod
     def _of(places: list[tuple[dict[int, Any], int]]) -> list[Any]:
         """The hooks that are still there."""
-        return [hooks[number] for hooks, number in places if number in hooks] if places else places
+        return [hooks[number] for hooks, number in places if number in hooks]
 
 
 def _function(hook: Any) -> Any:

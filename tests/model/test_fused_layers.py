@@ -25,6 +25,7 @@ from hf_paged.model.decoder_layers import find_decoder_layer
 from hf_paged.model.fused_layers import ACTIVATIONS, GatedMLP, Norm
 from hf_paged.model.fused_rotary import RotaryAttention
 from hf_paged.model.layers import KINDS, Layers
+from hf_paged.model.linears import find_linear
 from hf_paged.model.module_overrides import ModuleOverride
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -314,7 +315,7 @@ def test_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for is_fused in (True, False):
         if not is_fused:
-            monkeypatch.setattr(layers, "KINDS", ())
+            monkeypatch.setattr(layers, "KINDS", [find_linear])
         model.paged.reset_prefix_cache()
         cache = PagedCache(model)
         with torch.no_grad():

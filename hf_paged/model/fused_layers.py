@@ -51,7 +51,8 @@ class GatedMLP(ModuleOverride):
     def compute(self, states: Tensor) -> Tensor:
         module, activation = self.module, self.activation
         is_hooked = isinstance(activation, nn.Module) and has_hooks(activation)
-        if is_hooked or getattr(module, self.name, None) is not activation:
+        is_own = getattr(module, self.name, None) is activation
+        if is_hooked or not is_own:
             raise InputError("gate", "the activation that was tried", states=states)
         if self.has_one_input_layer:
             gate, up = module.gate_up_proj(states).chunk(2, dim=-1)

@@ -112,7 +112,7 @@ def find_gated_mlp(module: Any, survey: Survey) -> GatedMLP | None:
         return None
     if any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False))):  # a factor, 1 at first
         return None
-    coefficients = next((c for c in ACTIVATIONS if _computes(activation, c)), None)
+    coefficients = next((c for c in ACTIVATIONS if computes(activation, c)), None)
     width = getattr(first, "in_features", None)
     if coefficients is None or not isinstance(width, int):
         return None
@@ -127,7 +127,7 @@ def find_gated_mlp(module: Any, survey: Survey) -> GatedMLP | None:
         states *= torch.tensor([[1.0], [30.0], [1e4]], device="cpu")  # bounds matter in the last
         states = states.to(survey.device, survey.dtype)
         truth = attempt(module, states)
-        survey.known[kind] = isinstance(truth, Tensor) and _agrees_where_finite(call.compute(states), truth)
+        survey.known[kind] = isinstance(truth, Tensor) and agrees_where_finite(call.compute(states), truth)
     return call if survey.known[kind] else None
 
 
@@ -137,14 +137,14 @@ def kernels_for(module: nn.Module, survey: Survey) -> LayerKernels | None:
     return survey.kernels if may_try else None
 
 
-def _agrees_where_finite(result: Tensor, truth: Tensor) -> bool:
+def agrees_where_finite(result: Tensor, truth: Tensor) -> bool:
     """Whether a gated MLP's rows are the same, but for those that are too large for its dtype."""
     rows = truth.isfinite().all(dim=-1)
     is_comparable = result.shape == truth.shape and bool(rows.any())
     return is_comparable and agrees(result[rows], truth[rows], _MLP_TOLERANCE[truth.dtype], dim=-1)
 
 
-def _computes(activation: Any, coefficients: tuple[float, float]) -> bool:
+def computes(activation: Any, coefficients: tuple[float, float]) -> bool:
     states = torch.linspace(-9.0, 9.0, 361, device="cpu")
     linear, cubic = coefficients
     result = attempt(activation, states)

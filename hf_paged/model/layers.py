@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_paged.kernels.availability import layer_kernels
 from hf_paged.kernels.layers import LayerKernels
 from hf_paged.model.decoder_layers import DecoderLayer, find_decoder_layer
+from hf_paged.model.experts import find_experts
 from hf_paged.model.fused_layers import find_gated_mlp, find_norm
 from hf_paged.model.fused_rotary import RotaryForward, find_rotary
 from hf_paged.model.linears import Runs, find_linear
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 # Each says what is to stand in for a module, or `None`; the first that has an answer is taken.
 KINDS: tuple[Callable[[nn.Module, Survey], ModuleOverride | None], ...] = (
     find_linear,
+    find_experts,
     find_norm,
     find_gated_mlp,
     find_rotary,

@@ -101,7 +101,7 @@ def test_gate(
     kind: str, dtype: torch.dtype, shape: tuple[int, ...], activation: Callable[[Tensor], Tensor], is_joined: bool
 ) -> None:
     joined = (8 * torch.randn(*shape[:-1], 2 * shape[-1])).to(dtype)
-    coefficients = next(c for c in ACTIVATIONS if fused_layers._computes(activation, c))
+    coefficients = next(c for c in ACTIVATIONS if fused_layers.computes(activation, c))
     with kernels(dtype, kind) as (layers, there):
         parts = there(joined).chunk(2, dim=-1)
         result = layers.gate(*(parts if is_joined else (part.contiguous() for part in parts)), *coefficients)

@@ -1,0 +1,110 @@
+"""Experts of the engine's forwards on CPU: those that have tokens, multiplied by our kernel where their weights lie.
+
+For modules that transformers also computes by `grouped_mm`: their parameters lie as its decorator says.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_paged.kernels import cpu_linear
+from hf_paged.kernels.cpu_linear import CPULinear
+from hf_paged.kernels.layers import InputError, LayerKernels
+from hf_paged.model.fused_layers import ACTIVATIONS, agrees_where_finite, computes
+from hf_paged.model.module_overrides import ModuleOverride, Survey, has_hooks, is_library_code, is_untouched
+from hf_paged.model.trial import attempt
+
+_SETTINGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel")
+
+
+class Experts(ModuleOverride):
+    """Experts with their weights side by side in `[experts, ...]`, called with rows, choices and their shares.
+
+    A row's result depends, bit for bit, on that row alone where `kernels` compute the gate.
+
+    Attributes:
+        kernel: What multiplies.
+        kernels: For the gate; `None`: the module's own is called.
+        coefficients: Of `activation`, for `kernels`.
+    """
+
+    __slots__ = ("activation", "coefficients", "kernel", "kernels")
+
+    def __init__(self, module: Any, kernel: CPULinear, kernels: LayerKernels | None) -> None:
+        super().__init__(module)
+        self.kernel = kernel
+        self.activation = getattr(module, "act_fn", None)
+        found = next((c for c in ACTIVATIONS if computes(self.activation, c)), None)
+        self.kernels = kernels if found is not None and module.has_gate else None
+        self.coefficients = found or (0.0, 0.0)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 3 and not kwargs:
+            try:
+                return self.compute_rows(*args)
+            except InputError:
+                pass
+        return self.module._call_impl(*args, **kwargs)
+
+    def compute_rows(self, states: Tensor, choices: Tensor, shares: Tensor) -> Tensor:
+        """The module's result: `choices` and `shares`, `[rows, k]`, say which experts and how much of each.
+
+        Raises:
+            InputError: The module computes that itself.
+        """
+        expert_ids, order = choices.flatten().sort()
+        ids, counts = (found.tolist() for found in expert_ids.unique_consecutive(return_counts=True))
+        name = "gate_up_proj" if self.module.has_gate else "up_proj"
+        hidden = self._gated(self._multiply(name, states[order // choices.shape[1]], ids, counts))
+        result = self._multiply("down_proj", hidden, ids, counts) * shares.flatten()[order].unsqueeze(-1)
+        of_rows = torch.empty_like(result).index_copy_(0, order, result)
+        return of_rows.unflatten(0, choices.shape).sum(dim=1).to(states.dtype)
+
+    def _multiply(self, name: str, states: Tensor, ids: list[int], counts: list[int]) -> Tensor:
+        module, own = self.module, self.module._parameters
+        weight, bias = own.get(name), own.get(f"{name}_bias")
+        if type(weight) is not nn.Parameter or (type(bias) is not nn.Parameter) == module.has_bias:
+            raise InputError("experts", "weights and biases that are parameters")
+        weight = weight.detach().mT if module.is_transposed else weight.detach()
+        biases = {} if bias is None else dict(zip(ids, bias.detach()[ids], strict=True))
+        parts = zip(ids, states.split(counts), strict=True)
+        return torch.cat([self.kernel.multiply(rows, weight[index], biases.get(index)) for index, rows in parts])
+
+    def _gated(self, states: Tensor) -> Tensor:
+        module, activation = self.module, self.activation
+        if not module.has_gate:
+            result: Tensor = module.act_fn(states)
+            return result
+        is_hooked = isinstance(activation, nn.Module) and has_hooks(activation)
+        if self.kernels is not None and module.act_fn is activation and not is_hooked:
+            gate, up = states.chunk(2, dim=-1)
+            return self.kernels.gate(gate, up, *self.coefficients)
+        result = module._apply_gate(states)
+        return result
+
+
+def find_experts(module: Any, survey: Survey) -> Experts | None:
+    """For experts with ordinary weights on CPU, tried on a few rows: by the gate's kernel, else with their own gate."""
+    weight = module._parameters.get("down_proj")
+    if type(weight) is not nn.Parameter or weight.ndim != 3 or not weight.is_cpu or not is_untouched(module):
+        return None
+    is_known = all(isinstance(getattr(module, name, None), bool) for name in _SETTINGS)
+    if not is_known or module.has_post_expert_norm or module._is_expert_parallel:
+        return None
+    kernel = cpu_linear.load(weight.dtype)
+    if isinstance(kernel, str) or not all(is_library_code(part) and not has_hooks(part) for part in module.modules()):
+        return None
+    width = weight.shape[2 if module.is_transposed else 1]
+    states = torch.randn(4, width, generator=survey.generator, device="cpu").to(weight.dtype)
+    choices = torch.randint(len(weight), (4, 2), generator=survey.generator, device="cpu")
+    shares = torch.rand(4, 2, generator=survey.generator, device="cpu").to(weight.dtype)
+    truth = attempt(module, states, choices, shares)
+    for kernels in (survey.kernels, None):
+        experts = Experts(module, kernel, kernels)
+        result = attempt(experts.compute_rows, states, choices, shares)
+        if isinstance(result, Tensor) and isinstance(truth, Tensor) and agrees_where_finite(result, truth):
+            return experts
+    return None

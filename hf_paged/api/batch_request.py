@@ -49,7 +49,7 @@ def check_config(config: GenerationConfig, returns_logprobs: bool) -> None:
         )
     if returns_logprobs and (config.num_beams or 1) > 1:
         raise ValueError(
-            f"return_logprobs=True is of what tokens are drawn from, which num_beams={config.num_beams} does not do: "
+            f"return_logprobs=True needs tokens that are drawn, which num_beams={config.num_beams} does not do: "
             "use model.paged.generate(prompts, logprobs=0)"
         )
 

@@ -137,9 +137,9 @@ def can_do_without_drafts(call: PreparedCall) -> bool:
         return False
     name = "assistant_model" if config.prompt_lookup_num_tokens is None else "prompt_lookup_num_tokens"
     logger.warning_once(
-        f"hf_paged: {name} is left out of this call: with several prompts it is for plain rows of models whose layers "
-        "keep no state, without outputs of each step, processors and criteria of your own, hooks on inner modules, or "
-        "penalties over padded prompts"
+        f"hf_paged: this call runs without {name}: for several prompts it needs a model whose layers keep no state, "
+        "and a call without per-step outputs, your own processors and criteria, hooks on inner modules, or penalties "
+        "over padded prompts"
     )
     call.loop = "_sample"
     for name in ASSISTED_ARGUMENTS:

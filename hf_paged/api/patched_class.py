@@ -33,7 +33,7 @@ def patched_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     def reduce(self: Any, _: Any) -> Any:
         """Pickling and `copy.deepcopy`: the copy is patched with the same settings and gets a pool of its own."""
         if self.paged.ranks is not None:
-            raise TypeError("a patched model that is shared out between processes can't be copied: unpatch it first")
+            raise TypeError("a patched model that is split between processes can't be copied: unpatch it first")
         settings = (self.paged.config, self.paged.traits)
         state = {name: value for name, value in self.__getstate__().items() if name not in (ENGINE, MANAGER)}
         return _rebuild, (base, settings), state

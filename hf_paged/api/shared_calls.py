@@ -31,7 +31,7 @@ def share_loop(engine: Engine, method: str, call: PreparedCall, device: torch.de
     assistant = call.others.get("assistant_model")
     if assistant is not None and ranks_of(assistant) is not None and getattr(assistant, "paged", None) is None:
         raise UnsupportedCallError(
-            "the assistant model is shared out between processes and not patched: patch it, too, or load it whole"
+            "the assistant model is split between processes and not patched: patch it, too, or load it whole"
         )
     others = {name: value for name, value in call.others.items() if name not in ("streamer", "assistant_model")}
     digest = call_key(

@@ -239,7 +239,7 @@ def _structural_reasons(model: nn.Module) -> list[str]:
 
 def _why_not_spread(model: PreTrainedModel) -> str | None:
     if ranks_of(model) is not None:
-        return "it is shared out between processes (tp_plan) and spread by accelerate: one of the two is taken"
+        return "it is split between processes (tp_plan) and spread by accelerate: only one of these is supported"
     if inner_path(model) not in (None, ""):
         return "it is multimodal, and accelerate has spread its weights (device_map, offloading): load it on one device"
     if offloading(model):

@@ -277,8 +277,8 @@ class PagedCache(Cache):
         if self.loop is not None:
             self.loop.check_cancelled()  # the model was unpatched, whose forward comes here now
         raise ValueError(
-            "a PagedCache is filled by forwards of the patched model itself: give it to that (with "
-            "output_hidden_states=True for what its inner model returns), and a DynamicCache to an inner module"
+            "only forwards of the patched model itself fill a PagedCache: call that model (with "
+            "output_hidden_states=True for what its inner model returns), or give the inner module a DynamicCache"
         )
 
     update_indexer = update  # type: ignore[assignment]
@@ -377,7 +377,7 @@ class PagedCache(Cache):
             return  # as over a `DynamicCache` that holds nothing
         bad = [index for index in indices if not 0 <= index < self.batch_size]
         if bad or not indices:
-            raise ValueError(f"rows are numbers from 0 to {self.batch_size - 1}, one at least, got {bad or indices}")
+            raise ValueError(f"rows must be one or more numbers from 0 to {self.batch_size - 1}, got {bad or indices}")
         self._rows.select(indices)
 
     @deferred_interrupt()

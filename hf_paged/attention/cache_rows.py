@@ -177,8 +177,8 @@ class CacheRows:
             if is_live and not self._store.can_crop(max(kept - old, 0), new_width - new):
                 raise RuntimeError(
                     f"the cache can't be cropped to {new_width - new} tokens: layers with a sliding window or a "
-                    "state have given back what lies behind it; call activate_past_recording() before the forwards to "
-                    "be undone"
+                    "state have freed what they would need; call activate_past_recording() before forwards that you "
+                    "want to undo"
                 )
         lengths = [new_width - pad for pad in padding]
         self.padding[:] = padding

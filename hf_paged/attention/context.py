@@ -118,5 +118,5 @@ def current_context(mask: Tensor) -> ForwardContext:
     """
     context = _CURRENT.get()
     if context is None or context.sentinel is not mask:
-        raise RuntimeError("paged attention was called outside of the forward, or off the thread, that its mask is of")
+        raise RuntimeError("paged attention was called with the mask of another forward, or on another thread")
     return context

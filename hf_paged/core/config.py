@@ -180,7 +180,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     known = {ENV_PREFIX + field.name.upper() for field in fields(PagedConfig)}
     for name in sorted({name for name in environ if name.startswith(ENV_PREFIX)} - known - _OTHER_VARIABLES):
         if close := get_close_matches(name.upper(), known, 1):
-            logger.warning("hf_paged: there is no setting for the environment variable %s: is it %s?", name, close[0])
+            logger.warning("hf_paged: no setting has the environment variable %s; did you mean %s?", name, close[0])
     for field in fields(PagedConfig):
         variable = ENV_PREFIX + field.name.upper()
         text = environ.get(variable)

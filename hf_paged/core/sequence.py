@@ -181,8 +181,8 @@ class Sequence:
         """
         if self.extra_key[: len(state)] != state:
             raise ValueError(
-                "the model's weights, adapters, hooks or autocast changed since this PagedCache was filled, and its "
-                "blocks were taken for other sequences meanwhile: what it held can't be computed again; reset() it"
+                "the model's weights, adapters, hooks or autocast changed since this PagedCache was filled, and other "
+                "sequences have taken its blocks: its contents can't be computed again; reset() it"
             )
 
 

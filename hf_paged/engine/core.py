@@ -174,8 +174,8 @@ class EngineCore:
         if state != before and self.pool.is_made and self.scheduler.queues.note_state(state):
             logger.warning(
                 "hf_paged: the model's weights, adapters or hooks changed while rows of running calls were preempted: "
-                "all their tokens are computed again as the model is now (stock would have kept the old keys and "
-                'values; preemption="swap" keeps them, too)'
+                "the changed model computes all their tokens again (stock would have kept the old keys and values; "
+                'preemption="swap" keeps them, too)'
             )
         return key
 

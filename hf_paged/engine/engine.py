@@ -70,7 +70,7 @@ class Engine(Lasting):
         traits: ModelTraits,
         channel: Channel | None = None,
     ) -> None:
-        """Binds to a model; see `EngineCore`. `channel`: to the other processes that it is shared out to."""
+        """Binds to a model; see `EngineCore`. `channel`: to the other processes that hold parts of it."""
         self.config = config
         self.traits = traits
         self._forward = forward
@@ -93,7 +93,7 @@ class Engine(Lasting):
     def _check_patched(self) -> None:
         """Raises `RuntimeError` where the model is another engine's by now, or none's."""
         if getattr(self.core.model, "paged", None) is not self:
-            raise RuntimeError("the model of this engine was unpatched: patch it, and use model.paged of then")
+            raise RuntimeError("the model of this engine was unpatched: patch it again, and use its new model.paged")
         PROCESS.check_running()
 
     @deferred_interrupt()
@@ -104,12 +104,12 @@ class Engine(Lasting):
         the same order, each from one thread.
 
         Raises:
-            RuntimeError: This is rank 0, or the model is not shared out between processes; or another thread of this
-                rank makes calls.
+            RuntimeError: This is rank 0, or the model is not split between processes; or another thread of this rank
+                makes calls.
             RankError: A rank is gone, or could not go on.
         """
         if not isinstance(self.ranks, Follower):
-            what = "this is rank 0" if self.ranks is not None else "the model is not shared out between processes"
+            what = "this is rank 0" if self.ranks is not None else "the model is not split between processes"
             raise RuntimeError(f"follow() serves the steps of rank 0 on the other ranks of a model (tp_plan); {what}")
         self.ranks.follow()
 

@@ -75,8 +75,8 @@ class Leader(Lasting):
         """
         if self.is_followed:
             raise UnsupportedCallError(
-                f"{text} that is no step of the engine (without a PagedCache, or of a call that falls back to stock "
-                "generate()) runs on all ranks at once, and others are in model.paged.follow()"
+                f"{text} outside of the engine's steps (without a PagedCache, or in a call that falls back to stock "
+                "generate()) must run on all ranks at once, and others are in model.paged.follow()"
             )
         self._send(Kind.FORWARD, pickle.dumps((next(self._numbers), digest, text)))
 

@@ -94,13 +94,13 @@ class PreparedCall:
         rows, logprobs = self.rows, controls.logprobs
         if logprobs is not None and logprobs.is_processed and rows is None:
             raise ValueError(
-                "logprobs_mode='processed' is of what the engine's own sampling draws from; beams, assisted decoding "
-                "and processors of your own have logprobs_mode='raw'"
+                "logprobs_mode='processed' needs rows that the engine samples; use logprobs_mode='raw' for beams, "
+                "assisted decoding and processors of your own"
             )
         if controls.grammar is not None and (rows is None or rows.beams is not None or rows.has_drafts):
             raise ValueError(
-                "grammar is for what the engine's own sampling draws; not for beams, assisted decoding and processors "
-                "of your own"
+                "grammar needs rows that the engine samples: it does not work with beams, assisted decoding and "
+                "processors of your own"
             )
         if rows is not None:
             rows.grammar, rows.logprobs = controls.grammar, logprobs

@@ -78,8 +78,8 @@ class RowStore:
         """
         if not self._core.scheduler.can_crop(sequence, num_tokens):
             raise RuntimeError(
-                f"a row was cropped to {num_tokens} tokens, behind which layers with a sliding window had nothing from "
-                "the beginning, and it can't be computed again: reset() the cache"
+                f"a row can't be cropped to {num_tokens} tokens: layers with a sliding window never held what it would "
+                "need, and it can't be computed again; reset() the cache"
             )
         self._core.scheduler.crop(sequence, num_tokens)
 

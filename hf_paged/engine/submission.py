@@ -211,8 +211,8 @@ class Submissions:
                     raise
         if not isinstance(call, PreparedCall):
             raise ValueError(
-                "submit() takes what transformers' own generate() runs to its end: not custom_generate, nor a model "
-                "whose generate() has a loop of its own, or works on what the loop returns"
+                "submit() needs a call that ends in a decoding loop of transformers' own: not custom_generate, and no "
+                "model whose generate() has its own loop or changes what the loop returns"
             )
         call.control(controls)
         return call

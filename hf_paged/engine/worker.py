@@ -156,7 +156,7 @@ class StepWorker:
         step = self.loop.step
         while not done.is_set():
             if not step() and not done.is_set() and not step(forced=True) and not done.is_set():
-                raise RuntimeError("nothing can run, and the forward that is waited for has not")
+                raise RuntimeError("no sequence can run, and the forward that this thread waits for has not run")
         self.loop.settle()
         return True
 

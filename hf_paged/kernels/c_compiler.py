@@ -70,7 +70,7 @@ def library(
 
 @lru_cache
 def _warn_once(name: str, reason: str) -> None:
-    logger.warning("hf_paged: plain torch does what kernels in C would do faster: %s %s", name, reason)
+    logger.warning("hf_paged: plain torch runs in place of the faster kernels in C: %s %s", name, reason)
 
 
 def _library(

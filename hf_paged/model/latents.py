@@ -81,7 +81,7 @@ class Latents:
         for made, own in zip((key, value), expected, strict=True):
             size = own[..., whole:, :].abs().amax().clamp_min(1.0)
             if not bool(((made - own).abs() <= tolerance * size).all()):
-                raise ValueError(f"what layer {layer} makes of its latents is no linear map of them")
+                raise ValueError(f"layer {layer} does not map its latents to keys and values linearly")
         found = self._in_weights(layer, maps)
         self.has_copies |= found is None
         self._maps[layer] = found or maps

@@ -103,7 +103,7 @@ def _survey(model: nn.Module, placement: tuple[torch.dtype, torch.device] | None
         if override is not None:
             survey.found[id(module)] = override
     counts = Counter(type(override).__name__ for override in survey.found.values())
-    logger.info("hf_paged: computed in ways of ours: %s", dict(counts))
+    logger.info("hf_paged: modules that the engine's forwards override: %s", dict(counts))
     return survey
 
 

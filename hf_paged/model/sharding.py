@@ -1,4 +1,4 @@
-"""A model whose weights transformers has shared out between processes: which processes, and what each of them holds."""
+"""A model whose weights transformers has split between processes: which processes, and what each of them holds."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def why_not_whole(model: nn.Module) -> str | None:
             "torch.distributed.fsdp" if isinstance(part, nn.Module) else "torch.distributed."
         )
         if is_shared or hasattr(part, "ds_id"):  # DeepSpeed's ZeRO-3 marks its parameters
-            return f"its weights are shared out between processes ({type(part).__name__})"
+            return f"its weights are split between processes ({type(part).__name__})"
     return None
 
 
@@ -60,7 +60,7 @@ def _why_not_shared(model: Any, mesh: Any) -> str | None:
         return f"it is spread over {size} processes, and this release of transformers doesn't say how ({error})"
     if heads is None:
         return (
-            f"its key/value heads can't be shared out evenly between {size} processes, and stock's forwards fail, too: "
+            f"its key/value heads can't be split evenly between {size} processes, and stock's forwards fail, too: "
             "load it on fewer"
         )
     return None

@@ -144,7 +144,7 @@ class WeightsVersion(Lasting):
     def _check_whole(self, model: nn.Module) -> None:
         reason = why_not_whole(model)
         if reason is None and self._is_whole and ranks_of(model) is not None:
-            reason = "its weights have been shared out between processes since it was patched"
+            reason = "its weights have been split between processes since it was patched"
         if reason is not None:
             raise UnsupportedModelError(type(model).__name__, (reason,))
 
@@ -155,7 +155,7 @@ class WeightsVersion(Lasting):
         ]
 
     def _shares(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Of a tensor that is shared out, its share: what stands for the whole has no version and no address."""
+        """The part of a split tensor that lies here: the object for the whole has no version and no address."""
         return tensors if self._is_whole else [getattr(t, "_local_tensor", t) for t in tensors]
 
     def may_have_changed(self) -> bool:

@@ -1,1 +1,1 @@
-"""Several ranks of one tensor-parallel model: how it is shared out, and what they tell each other."""
+"""Several ranks of one tensor-parallel model: how it is split, and what they tell each other."""

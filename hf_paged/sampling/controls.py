@@ -60,7 +60,7 @@ class SamplingControls:
         if bad is not None:
             raise ValueError(f"logit_bias has {bad!r:.80}, which is no token id from 0 to {vocab_size - 1}")
         if grammar is not None and not isinstance(grammar, Grammar):
-            raise ValueError(f"grammar must be one of a GrammarCompiler's, got {grammar!r:.80}")
+            raise ValueError(f"grammar must come from a GrammarCompiler, got {grammar!r:.80}")
         return cls(seed, float(presence_penalty), float(frequency_penalty), dict(bias), grammar, logprobs)
 
     def processors(self, prompt_length: int) -> list[LogitsProcessor]:

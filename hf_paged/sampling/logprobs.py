@@ -74,7 +74,7 @@ class ScoresWanted:
             ValueError: No number of the vocabulary's tokens, or no index of a token that follows others.
         """
         if isinstance(first, bool) or not isinstance(first, int) or first < 1:
-            raise ValueError(f"first must be the index of a token behind the text's first one, got {first!r:.80}")
+            raise ValueError(f"first must be the index of a token after the text's first one, got {first!r:.80}")
         _check_number("top", top, vocab_size)
         return cls(top, first)
 

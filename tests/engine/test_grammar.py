@@ -132,7 +132,7 @@ def test_raw_logprobs_are_the_models_own(lm: Pair) -> None:
 
 
 def test_what_cannot_be(pair: Pair) -> None:
-    with pytest.raises(ValueError, match="grammar is for what the engine's own sampling draws"):
+    with pytest.raises(ValueError, match="grammar needs rows that the engine samples"):
         pair.engine.submit([5, 6], num_beams=2, max_new_tokens=3, grammar=compiler().regex("a"))
     with pytest.raises(ValueError, match="GrammarCompiler"):
         pair.engine.submit([5, 6], max_new_tokens=3, grammar="[0-9]")

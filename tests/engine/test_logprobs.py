@@ -185,7 +185,7 @@ def test_score_of_ends(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> 
     [
         ([5] * 510, {}, r"needs \d+ KV blocks"),
         ([5, 6], {"top": 98}, "top must be a number of likeliest tokens from 0 to 97"),
-        ([5, 6], {"first": 0}, "first must be the index of a token behind the text's first one, got 0"),
+        ([5, 6], {"first": 0}, "first must be the index of a token after the text's first one, got 0"),
         ([5, 6], {"cache_salt": 1.5}, "cache_salt must be"),
         ([5, 6], {"priority": "low"}, "priority must be"),
         ([[5, 6]], {}, "a prompt is a list of integer token ids"),

@@ -140,7 +140,7 @@ def test_a_model_that_is_shared_out_is_supported(two_ranks: Any) -> None:
 @pytest.mark.slow
 def test_more_ranks_than_key_value_heads(four_ranks: Any) -> None:
     for answer in four_ranks.run("supported", model="llama"):
-        assert not answer["supported"] and "can't be shared out evenly between 4 processes" in answer["reasons"][0]
+        assert not answer["supported"] and "can't be split evenly between 4 processes" in answer["reasons"][0]
 
 
 @pytest.mark.slow

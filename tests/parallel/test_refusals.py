@@ -42,5 +42,5 @@ def test_a_forked_child_takes_no_leave() -> None:
 
 def test_a_whole_model_follows_nobody() -> None:
     model: Any = hf_paged.patch(build("llama"), num_blocks=8)
-    with pytest.raises(RuntimeError, match="not shared out"):
+    with pytest.raises(RuntimeError, match="not split"):
         model.paged.follow()

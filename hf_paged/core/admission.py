@@ -1,4 +1,4 @@
-"""`Admission`: which groups without blocks in the pool are let in, and what happens where nothing else can run."""
+"""`Admission`: which groups without blocks in the pool may begin, and what runs when nothing else can."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Admission:
         rows: GroupRows,
         max_num_batched_tokens: int,
     ) -> None:
-        """Lets groups of `queues` in; see the other parts for what they do."""
+        """Admits groups of `queues`."""
         self._manager = manager
         self._queues = queues
         self._preemption = preemption
@@ -158,7 +158,7 @@ class Admission:
         self._queues.file(group)
 
     def _is_being_computed(self, step: Step, sequence: Sequence) -> bool:
-        """Whether the very block that the sequence would begin with is computed: by this step, or by one in flight."""
+        """Whether this step, or one in flight, computes the block that the sequence would begin with."""
         start = sequence.num_computed_tokens
         end = start + self._manager.block_size
         computed = step.hashes | self.offered if self.offered else step.hashes
@@ -168,7 +168,7 @@ class Admission:
         return any(block_hash in computed for block_hash in hashes)
 
     def force(self, step: Step) -> None:
-        """Runs the first group in line, whichever has to make room for it."""
+        """Runs the first group in line; any other group may have to make room for it."""
         queues = self._queues
         candidates = [
             group

@@ -1,4 +1,4 @@
-"""`Batch`: one step as plain data. What runs it needs nothing else, wherever it is."""
+"""`Batch`: one step as plain data. The runner needs nothing else, on any rank."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def lay_out(
 
 
 class _Tokens:
-    """A batch's tokens, and which logits are wanted, in the making."""
+    """Collects a batch's tokens, and which logits are wanted."""
 
     def __init__(self) -> None:
         self.ids, self.positions, self.embedded = array("q"), array("q"), array("q")
@@ -196,7 +196,7 @@ class _Tokens:
         self.odd: dict[int, tuple[int, ...]] = {}  # positions that differ from axis to axis
 
     def add_decodes(self, sequences: tuple[Sequence, ...], starts: tuple[int, ...]) -> bool:
-        """Rows of a token each, column by column, if these are their sequences' last, wanted and plain ids; or not."""
+        """Adds rows of one token each, column by column, if all are wanted, plain and their sequences' last ones."""
         num = len(sequences)
         known = [sequence.token_ids for sequence in sequences]
         if not all(known) or [sequence.wanted for sequence in sequences].count(None) < num:

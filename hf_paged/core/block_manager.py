@@ -126,7 +126,7 @@ class BlockManager(BlockTables):
             self.keep_past(seq_id)
 
     def evict(self, seq_id: int) -> None:
-        """Releases all blocks of a sequence whose tokens stay what they are: it begins anew, its hashes are kept."""
+        """Releases all blocks of a sequence that keeps its tokens and their hashes."""
         table = self.get(seq_id)
         self.release(seq_id, table, table.everything())
         table.cut(0)
@@ -159,11 +159,11 @@ class BlockManager(BlockTables):
             self.slide(seq_id, table.num_read)
 
     def can_crop(self, seq_id: int, num_tokens: int) -> bool:
-        """Whether the blocks are still there that a query behind `num_tokens` tokens reads."""
+        """Whether the pool still has all blocks that a query after `num_tokens` tokens reads."""
         return self.reads(self.get(seq_id), num_tokens)
 
     def keep_past(self, seq_id: int) -> None:
-        """From now on nothing is given back that a query of now or later reads, until a `crop`, and so on after it."""
+        """Keeps every block that a query from now on reads, until a `crop`, and then anew from there."""
         table = self.get(seq_id)
         table.keeps_from = table.num_tokens
         if not table.is_swapped:
@@ -174,7 +174,7 @@ class BlockManager(BlockTables):
         return all(self.num_behind(w, query) <= self.num_behind(w, num_tokens) for _, w in self.sliding)
 
     def forget_hashes(self, seq_id: int, num_tokens: int) -> None:
-        """To be told when the tokens of a sequence change from token `num_tokens` on."""
+        """Forgets the hashes of a sequence whose tokens change from token `num_tokens` on."""
         table = self.get(seq_id)
         if table.keeps_from is not None:
             table.keeps_from = min(table.keeps_from, num_tokens)
@@ -245,7 +245,7 @@ class BlockManager(BlockTables):
         return needed
 
     def append_token(self, seq_id: int) -> Sequence[int] | None:
-        """Grows a sequence by one token, where that touches no other one: the short way of decode steps.
+        """Grows a sequence by one token, if no other sequence is affected: the fast path of decode steps.
 
         Returns:
             Blocks that it took, mostly none; None: nothing has changed, and `append` will say what it takes.

@@ -83,7 +83,7 @@ class BlockPool:
         return [(block.ref_count, block.block_hash) for block in self._blocks[: self.num_blocks]]
 
     def is_plain(self, block_id: int) -> bool:
-        """Whether its one holder may write into it as it is: not shared, not findable."""
+        """Whether its holder may write to it at once: the block is not shared and has no hash."""
         block = self._blocks[block_id]
         return block.ref_count == 1 and block.block_hash is None
 
@@ -109,7 +109,7 @@ class BlockPool:
         return block_ids
 
     def take(self, block_ids: Sequence[int]) -> None:
-        """`allocate` of these very blocks.
+        """Allocates these blocks, as `allocate` does.
 
         Raises:
             ValueError: one of them is in use, or listed twice; those before it have been taken.

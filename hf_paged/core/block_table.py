@@ -110,12 +110,12 @@ class BlockTable:
         return released
 
     def carries(self, offer: Offer) -> bool:
-        """Whether it still goes by that very hash: cut and grown again it has another one, equal or not."""
+        """Whether the block still has this very hash; a table that was cut and has grown again has a new one."""
         hashes = self.block_hashes
         return offer.position < len(hashes) and hashes[offer.position] is offer.block_hash
 
     def copy(self) -> BlockTable:
-        """A table over the same blocks, independent from here on."""
+        """Returns an independent table over the same blocks."""
         return replace(
             self,
             groups=[blocks[:] for blocks in self.groups],
@@ -130,5 +130,5 @@ class BlockTable:
 
 
 def group_key(block_hash: bytes, group: int) -> bytes:
-    """What a group's block of this content is found by."""
+    """The key under which the prefix cache finds a group's block with this content."""
     return block_hash if group == 0 else block_hash + group.to_bytes(2)

@@ -211,14 +211,14 @@ class BlockTables:
         return blocks
 
     def release(self, seq_id: int, table: BlockTable, blocks: list[int]) -> None:
-        """Gives blocks of a table back; the list is the log's from here on."""
+        """Gives blocks of a table back. The log keeps the list, so callers must not change it."""
         self.note_beginning(seq_id, table)
         self.pool_of(table).free(blocks)
         if blocks and not table.is_swapped:
             self.log.add("freed", seq_id, blocks)
 
     def note_beginning(self, seq_id: int, table: BlockTable) -> None:
-        """What an empty sequence was given is its own from here on."""
+        """Logs where a sequence's first blocks came from: from here on they are its own."""
         source, table.borrowed_from = table.borrowed_from, None
         if source is None or not (held := table.everything()):
             return

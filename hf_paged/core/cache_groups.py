@@ -101,7 +101,7 @@ class CacheGroups:
         return cls(elements, tuple(sizes), tuple(windows), tuple(chunks), tuple(places), is_single)
 
     def padding(self, layers: Sequence[LayerKind | None]) -> float:
-        """What of the pages of one token stays empty, as a share of what these layers fill."""
+        """The empty part of one token's pages, as a share of the part that these layers fill."""
         filled = sum(kind.elements_per_token for kind in layers if kind is not None)
         return self.elements * len(self.sizes) / filled - 1
 
@@ -112,7 +112,7 @@ def _elements_per_page(counts: dict[LayerKind, int]) -> int:
     filled = {kind: count * kind.elements_per_token for kind, count in counts.items()}
 
     def padding(elements: int, kind: LayerKind, count: int) -> tuple[int, int]:
-        """Groups of this kind, and numbers that they leave empty."""
+        """Returns how many groups this kind takes, and how many elements they leave empty."""
         num_groups = -(-count // (elements // kind.elements_per_token))
         return num_groups, num_groups * elements - filled[kind]
 

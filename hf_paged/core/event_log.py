@@ -1,4 +1,4 @@
-"""`EventLog`: what happened to blocks, queues and requests lately, to be watched."""
+"""`EventLog`: recent events of blocks, queues and requests."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class StepRows(NamedTuple):
 
     @classmethod
     def of(cls, chunks: list[Chunk]) -> StepRows:
-        """The rows of a step, while their sequences are there."""
+        """The rows of a step, made while their sequences exist."""
         sequences, starts, counts = zip(*chunks, strict=True) if chunks else ((), (), ())
         num_decode = sum([n == 1 and start >= s.num_prompt_tokens for s, start, n in chunks])
         columns = [[s.group.arrival for s in sequences], [s.seq_id for s in sequences], starts, counts]
@@ -120,7 +120,7 @@ class EventLog:
             self._events.append((kind, self.now(), self.step, group.arrival, sequence, group.request_id, *values))
 
     def add_for_group(self, kind: str, group: SequenceGroup | None, *values: Any) -> None:
-        """Notes an event of a whole group, or of none."""
+        """Notes an event of a whole group, or one that belongs to no group."""
         self._num_events += 1
         arrival, request_id = (None, None) if group is None else (group.arrival, group.request_id)
         self._events.append((kind, self.now(), self.step, arrival, None, request_id, *values))

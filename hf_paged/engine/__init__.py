@@ -1,1 +1,1 @@
-"""The loop: it owns queues, tables and pool, and serves every caller of one model."""
+"""The engine of one model: its queues, its runs, and the loop that serves all callers."""

@@ -1,4 +1,4 @@
-"""`CallContext`: what the calls that a thread is in have to say to the code that they lead to."""
+"""`CallContext`: what a call on this thread passes on to the code below it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class CallContext:
-    """What the calls of this thread have set, the inner ones over the outer ones.
+    """The attributes of the innermost call on this thread; others come from the calls around it.
 
     Attributes:
         cache_salt: Part of the prefix-cache key of all that is generated, by models of whatever engine (an assistant,

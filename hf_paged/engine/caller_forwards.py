@@ -27,7 +27,7 @@ logger = logging.get_logger(__name__)
 
 
 class CallerForwards:
-    """Runs forwards of callers beside whatever else runs, in the layout that they can run in."""
+    """Runs callers' forwards beside all other rows, packed where that is possible."""
 
     def __init__(self, core: EngineCore, store: RowStore) -> None:
         self._core = core
@@ -109,7 +109,7 @@ class CallerForwards:
         return output
 
     def is_batched(self) -> bool:
-        """Whether forwards of the model as it is now can share steps with others."""
+        """Whether forwards of the model in its present state can share steps with others."""
         return self._core.traits.is_batched and self._is_own() and not self._core.weights_version.needs_rows
 
     def _is_own(self) -> bool:

@@ -1,4 +1,4 @@
-"""`Calls`: the two ways in: rows that the engine samples, and one of transformers' loops over a cache."""
+"""`Calls`: how a call begins: as rows that the engine samples, or as one of transformers' loops over a cache."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TokenStream:
         self._tokens.put(None)
 
     def hand_out(self) -> bool:
-        """Gives the streamer what has come, between two steps; returns whether it is too slow for steps to wait."""
+        """Gives the streamer its tokens between two steps; returns whether it is too slow for the steps to wait for."""
         started = time.perf_counter()
         while not self._tokens.empty():
             self._hand_out_one()
@@ -79,7 +79,7 @@ class Calls:
 
     @contextmanager
     def decoding(self, cache: PagedCache, num_blocks: int = 0) -> Iterator[None]:
-        """The length of one of transformers' decoding loops over a cache, on the caller's thread.
+        """Surrounds one of transformers' decoding loops over a cache, on the caller's thread.
 
         Args:
             num_blocks: What its rows need in the pool beside each other and can't give back before the end. The loop

@@ -44,7 +44,7 @@ logger = logging.get_logger(__name__)
 
 
 class EngineCore:
-    """State, and who runs the steps over it. What callers may do to it is elsewhere: rows, forwards, calls.
+    """The state of the engine, and the worker that runs its steps. Rows, forwards and calls change it from elsewhere.
 
     Attributes:
         layers: The engine's ways to compute the model's modules.
@@ -124,7 +124,7 @@ class EngineCore:
     # Where a thread is
 
     def check_outside(self) -> None:
-        """Refuses what takes a step while this thread is in one, or the interpreter ends. Raises `RuntimeError`."""
+        """Raises `RuntimeError` if this thread is inside a step, or if the interpreter is ending."""
         PROCESS.check_running()
         self.bound.check_outside()
 
@@ -164,7 +164,7 @@ class EngineCore:
         self.scheduler.free(sequence)
 
     def batch_key(self) -> Hashable:
-        """What the rows of a step must have in common: the autocast state, here that of this thread."""
+        """The key that all rows of a step have in common: the autocast state of the calling thread."""
         return autocast_state(self.bound.placement[1])
 
     def weights_key(self) -> WeightsKey:
@@ -250,7 +250,7 @@ class EngineCore:
             self.runner.graphs.forget()
 
     def join(self, channel: Channel) -> None:
-        """Becomes one of several ranks, whose pools are of one size."""
+        """Makes this engine one of several ranks, with pools of equal size."""
         self.pool.limit(min(channel.gather(self.pool.num_blocks)))
         if channel.is_first:
             self.ranks = self.executor.leader = leader = Leader(channel)
@@ -260,7 +260,7 @@ class EngineCore:
             self.ranks = Follower(channel, self.pool, self.bound, self.runner, self.weights_version.key)
 
     def close(self) -> None:
-        """Ends everything that runs, and the worker's thread. What comes later starts anew."""
+        """Ends all runs and the worker's thread. A later call starts a new one."""
         loop = self.worker.loop
         with loop.exclusive(), self.transaction():
             loop.fail_all(RuntimeError("the model was unpatched while this call was running"))

@@ -1,4 +1,4 @@
-"""`DecodingLoop`: one of transformers' loops on its caller's thread, and which of them the steps wait for."""
+"""`DecodingLoop`: one of transformers' loops on its caller's thread, and `DecodingLoops`, for which steps wait."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ class DecodingLoops:
                 self._condition.notify_all()
 
     def arrive(self, loop: DecodingLoop | None, num_rows: int) -> None:
-        """Notes that a caller's next forward is here."""
+        """Notes that a caller's next forward has arrived."""
         if loop is not None:
             if loop.is_between_forwards and loop.retry_at <= self._executor.num_steps:
                 loop.num_misses = 0
             loop.is_between_forwards, loop.is_waiting, loop.num_rows = False, True, num_rows
 
     def leave(self, loop: DecodingLoop | None) -> None:
-        """Notes that a caller's forward is done, and that it goes on to choose tokens."""
+        """Notes that a caller's forward is done, and that the caller now chooses tokens."""
         if loop is not None:
             loop.is_between_forwards, loop.is_waiting = True, False
 

@@ -1,4 +1,4 @@
-"""`DraftModel`: what rows may go on with, by another patched model, all of them in batched steps of its engine."""
+"""`DraftModel`: drafts of another patched model, for many rows in batched steps of its engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class DraftModel:
     adapts: bool
 
     def drafts(self, rows: list[list[int]], most: list[int], noise: NoiseAhead | None) -> list[list[int]]:
-        """What each of these rows of ids goes on with, up to so many tokens. Waits for it."""
+        """Returns drafts for each of these rows of ids, up to so many tokens. Waits for them."""
         width, longest = max(map(len, rows)), max(most)
         padding = [width - len(row) for row in rows]
         ids = torch.full((len(rows), width), self.pad_token_id, dtype=torch.int64, device="cpu")

@@ -83,7 +83,7 @@ class Engine(Lasting):
 
     @property
     def ranks(self) -> Leader | Follower | None:
-        """This rank's end of what several do together; `None`: the model is whole."""
+        """This rank's part in a model of several ranks; `None`: the model is whole."""
         return self.core.ranks
 
     def _ask_first(self, name: str) -> None:
@@ -313,7 +313,7 @@ class Engine(Lasting):
 
     @deferred_interrupt()
     def explain(self) -> list[Detour]:
-        """What keeps the model, or calls that were made, from the fastest way, each with what would change that."""
+        """The reasons why this model or its calls so far don't run the fastest way, each with a remedy."""
         self._check_patched()
         self._ask_first("explain")
         with self.core.transaction():
@@ -492,7 +492,7 @@ class Engine(Lasting):
 
     @deferred_interrupt()
     def close(self) -> None:
-        """Ends everything that runs, and the worker's thread. What comes later starts anew."""
+        """Ends all runs and the worker's thread. A later call starts a new one."""
         self._submissions.cancel_all()
         if isinstance(self.ranks, Follower):
             self.ranks.part()

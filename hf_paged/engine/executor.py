@@ -1,4 +1,4 @@
-"""`StepExecutor`: a scheduled step through the model, and what it computed to its callers."""
+"""`StepExecutor`: takes a scheduled step through the model, and the results to its callers."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class StepExecutor:
 
     @property
     def overlaps(self) -> bool:
-        """Whether a step is to be launched before the one before is over.
+        """Whether the next step starts before the last one is over.
 
         Not where a user's code runs in the model: rows that have ended would show it one token too many.
         """
@@ -274,7 +274,7 @@ class StepExecutor:
         return parts
 
     def count_step(self, num_seqs: int, num_tokens: int) -> int:
-        """Books a model step of so many rows and tokens; returns its number. The pool's lock is held."""
+        """Counts a model step of so many rows and tokens; returns its number. The pool's lock is held."""
         self.num_steps += 1
         self.num_prefill_tokens += num_tokens - num_seqs
         self._pool.record_peak()

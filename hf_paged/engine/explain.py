@@ -1,4 +1,4 @@
-"""`explain`: what keeps a model, or some of its calls, from the engine's fastest way, and what would change that."""
+"""`explain`: why a model, or some of its calls, don't run the fastest way, and what would change that."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Detour:
 
 
 def explain(core: EngineCore) -> list[Detour]:
-    """What holds for the model as it is now, then what calls have met. The pool's lock is held."""
+    """Returns the reasons of the model in its present state, then those of its calls. The pool's lock is held."""
     calls = [
         Detour("calls", reason, next((text for name, text in _INSTEAD.items() if name in reason), ""), count)
         for reason, count in core.detours.most_common()

@@ -1,4 +1,4 @@
-"""`Follower`: any other rank's end: it runs what rank 0 says, and decides nothing."""
+"""`Follower`: the engine's part on ranks above 0: it runs rank 0's steps, and decides nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several users ask about one picture: the first question has it computed, the others' answers begin in the cache.
+"""Several users ask about one picture: the first question computes it, and the others find it in the prefix cache.
 
 The model is tiny and random, so that this runs offline in a second: look at the counts, not at the answers.
 

@@ -2,7 +2,7 @@
 
     python examples/quickstart.py
 
-Uses the tiny model that comes with the package; any decoder-only Hugging Face model takes its place.
+The example uses the tiny model that comes with the package; any decoder-only Hugging Face model can take its place.
 """
 
 from pathlib import Path

@@ -1,10 +1,10 @@
-"""A data set through a model with Ray Data, by as many engines as there is room for; what was done is not done again.
+"""Ray Data sends a data set through several engines; a second run does only what the first has not done.
 
     pip install "hf-paged[ray]"
     python examples/ray_data.py --input prompts.jsonl --output answers --engines 2
 
-Each line of the input has an "id" and a "prompt". Answers go to the output folder, block by block, as they are ready. A
-run that was ended begins where it was: what has an answer there is left out.
+Each line of the input has an "id" and a "prompt". Answers go to the output folder, block by block. A run that was
+interrupted resumes: it leaves out prompts that have an answer.
 """
 
 import argparse

@@ -5,8 +5,8 @@
     python examples/ray_serve.py --serve     # curl -d '{"prompt": "The door"}' http://127.0.0.1:8000/
 
 Ray starts, watches and restarts the replicas, on one machine or many; each has an engine, a pool and a prefix cache of
-its own. Which replica a request goes to follows from its first tokens (consistent hashing, with the next replica as the
-way out when that one is full): requests that begin alike meet the blocks that the first of them has filled.
+its own. A request's first tokens choose its replica (by consistent hashing; the next one takes over when it is
+full). So requests that begin alike find the blocks that the first of them has filled.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""One system prompt before every question: computed once, stored once, for all who ask.
+"""One system prompt before every question: computed once and stored once, for all users.
 
 python examples/shared_system_prompt.py
 """

@@ -1,6 +1,6 @@
 """An async web endpoint over the engine: every request streams, all of them share one continuous batch.
 
-    python examples/web_endpoint.py            # serves eight clients of its own, and ends
+    python examples/web_endpoint.py            # starts a server and eight clients, and ends
     python examples/web_endpoint.py --serve    # curl -N "http://127.0.0.1:8000/generate?prompt=The+door"
 
 Needs fastapi and uvicorn: pip install "hf-paged[server]"

@@ -13,7 +13,7 @@ from hf_paged.core.step import Step
 
 
 class GroupRows:
-    """What of a group runs in a step."""
+    """Puts the next tokens of a group into a step."""
 
     def __init__(self, manager: BlockManager, queues: Queues, preemption: Preemption) -> None:
         """Over the tables of `manager`; `preemption` makes room."""
@@ -143,7 +143,7 @@ class GroupRows:
         return True
 
     def append(self, requests: list[tuple[Sequence, int]], moves: BlockMoves) -> None:
-        """Gives each sequence slots for so many tokens. Raises `OutOfBlocksError`, and has changed nothing then."""
+        """Gives each sequence slots for so many tokens. If it raises `OutOfBlocksError`, it has changed nothing."""
         manager = self._manager
         held = [len(manager.blocks(sequence.seq_id)) for sequence, _ in requests]
         moves.block_copies.extend(manager.append([(sequence.seq_id, n) for sequence, n in requests]))
@@ -216,7 +216,7 @@ class GroupRows:
         self._queues.in_flight.add(group.arrival)
 
     def note_admission(self, group: SequenceGroup) -> None:
-        """Puts it into the log that a group was let in."""
+        """Logs that a group was admitted."""
         num_tokens = max(sequence.num_tokens for sequence in group.sequences)
         self._log.add_for_group("admitted", group, len(group.sequences), num_tokens)
 
@@ -260,7 +260,7 @@ class GroupRows:
 
 
 def common_prefix(one: Sequence, other: Sequence) -> int:
-    """Tokens that two sequences begin with alike."""
+    """How many tokens two sequences have in common at their beginning."""
     if one.extra_key != other.extra_key:
         return 0
     a, b = one.token_ids, other.token_ids

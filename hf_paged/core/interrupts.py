@@ -1,4 +1,4 @@
-"""Ctrl-C where nothing is half done.
+"""Ctrl-C, held back until nothing is half done.
 
 A calling thread holds it back in all of the engine's code (`deferred_interrupt`), and lets go in two kinds of places:
 where a caller's own code runs (`allowed_interrupt`), and where it waits (`wait_interruptibly`). Python delivers signals
@@ -25,7 +25,7 @@ _get_handler: Any = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
 
 
 class _Gate(Lasting):
-    """In the place of the process's handler for SIGINT: holds back what comes, or hands it on at once.
+    """Replaces the process's handler for SIGINT: holds signals back, or hands them on at once.
 
     Attributes:
         is_there: Whether it is in that place; the outermost block puts it there, for that is a system call.
@@ -45,7 +45,7 @@ class _Gate(Lasting):
             self._handler(*args)
 
     def install(self) -> bool:
-        """Returns whether there was a handler of Python's to stand in for."""
+        """Returns whether there was a Python handler to replace."""
         handler = _get_handler(signal.SIGINT)
         if not callable(handler) or handler is self:
             return False
@@ -70,7 +70,7 @@ class _Gate(Lasting):
             self._handler(*self.received.pop())
 
     def start_anew(self) -> None:
-        """The main thread is the one that forked; who put the gate up may not be there to take it away."""
+        """Removes the gate: the thread that installed it may not exist in the child."""
         if self.is_there:
             self.received.clear()  # the parent's
             self.remove()
@@ -91,7 +91,7 @@ def _is_deferred() -> bool:
 
 @contextmanager
 def deferred_interrupt() -> Iterator[None]:
-    """Holds SIGINT back until the block ends, or lets go of it. Re-entrant. Also a decorator of functions."""
+    """Holds SIGINT back until the block ends, or an `allowed_interrupt` inside. Re-entrant. Also a decorator."""
     if not _is_main() or (_GATE.is_there and _GATE.is_closed):
         yield
     elif _GATE.is_there:
@@ -111,7 +111,7 @@ def deferred_interrupt() -> Iterator[None]:
 
 @contextmanager
 def allowed_interrupt() -> Iterator[None]:
-    """Within a `deferred_interrupt`: a block that SIGINT may break, at any place. Else nothing."""
+    """Within a `deferred_interrupt`, allows SIGINT to break the block at any place. Elsewhere it does nothing."""
     if not _is_deferred():
         yield
         return
@@ -123,7 +123,7 @@ def allowed_interrupt() -> Iterator[None]:
 
 
 def check_interrupt() -> None:
-    """Within a `deferred_interrupt`: lets a SIGINT go that was held back, here."""
+    """Within a `deferred_interrupt`, delivers a SIGINT that was held back."""
     if _GATE.received and _is_main():
         _GATE.deliver()
 

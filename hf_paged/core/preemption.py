@@ -1,4 +1,4 @@
-"""`Preemption`: who makes room for whom, and what becomes of its blocks."""
+"""`Preemption`: which group makes room for another, and what happens to its blocks."""
 
 from __future__ import annotations
 
@@ -144,6 +144,6 @@ class Preemption:
         return []
 
     def drop(self, sequence: Sequence) -> None:
-        """Gives up what the pool has of a sequence, to be computed again."""
+        """Frees a sequence's blocks; its tokens will be computed again."""
         self._manager.evict(sequence.seq_id)
         sequence.num_computed_tokens = 0

@@ -1,4 +1,4 @@
-"""`PrefixCache`: full blocks that are found by what they hold, while a sequence has them and after."""
+"""`PrefixCache`: finds full blocks by their content, while a sequence holds them and afterwards."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class PrefixCache:
     def offer(
         self, seq_id: int, token_ids: Sequence[Token], extra_key: ExtraKey = (), num_tokens: int | None = None
     ) -> list[Offer]:
-        """The first half of `commit`: blocks to `publish` when their content is known to be what it should be."""
+        """The first half of `commit`: returns blocks for `publish`, once their content is known to be right."""
         table = self._tables.get(seq_id)
         num_tokens = len(token_ids) if num_tokens is None else num_tokens
         if num_tokens > table.num_tokens:
@@ -79,7 +79,7 @@ class PrefixCache:
         return offers
 
     def publish(self, offers: Iterable[Offer]) -> int:
-        """The second half: registers what was offered, and is still where it was. Then what waited for it slides.
+        """The second half: registers offered blocks that are still in place. Then tables that waited for that slide.
 
         Returns:
             How many blocks were registered.

@@ -1,4 +1,4 @@
-"""`PROCESS`: what a process has one of, and a list of what has to know of a fork and of the interpreter's end."""
+"""`PROCESS`: the state that a process has once, and the objects that react to a fork or the interpreter's end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXIT_SECONDS = 1.0  # at the interpreter's end, for our threads to come to a res
 
 
 class Lasting:
-    """What has to know of a fork and of the interpreter's end; by default nothing is done."""
+    """An object that reacts to a fork and to the interpreter's end; by default it does nothing."""
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
@@ -36,7 +36,7 @@ LastingT = TypeVar("LastingT", bound=Lasting)
 
 
 class Process:
-    """The one of this process.
+    """The state of this process.
 
     Attributes:
         lock: Guards what all engines share, for a moment: with it held, no thread waits for anything.
@@ -52,7 +52,7 @@ class Process:
         self._ending: int | None = None  # the thread that ends the interpreter
 
     def watch(self, lasting: Lasting) -> None:
-        """Tells it, as long as it lives."""
+        """Calls the object's hooks, as long as it lives."""
         with self.lock:
             self._living.add(lasting)
 
@@ -101,8 +101,8 @@ class Process:
 
     @contextmanager
     def at_work(self, is_safe: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Around all that may run torch's code on a thread of ours, to the freeing of what it held: the interpreter's
-        end waits for that.
+        """Surrounds torch's code on a thread of the package, down to the freeing of its tensors: the interpreter's end
+        waits for it.
 
         Args:
             is_safe: Whether the thread may be stopped here: it waits, and not for torch.

@@ -1,4 +1,4 @@
-"""`Queues`: the groups of sequences, and which of them wait where."""
+"""`Queues`: the groups of sequences, by what they wait for."""
 
 from __future__ import annotations
 

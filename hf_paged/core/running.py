@@ -1,4 +1,4 @@
-"""`Running`: what groups with blocks in the pool add to a step."""
+"""`Running`: adds the next tokens of groups in the pool to a step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Running:
         self._rows = rows
 
     def run(self, step: Step) -> None:
-        """Fills a step with what groups in the pool have to compute: decodes, then chunks of prompts."""
+        """Fills a step from groups in the pool: decodes first, then chunks of prompts."""
         prefills: list[SequenceGroup] = []
         parked: list[int] = []
         queues = self._queues

@@ -147,7 +147,7 @@ class Sequence:
 
     @property
     def has_placeholders(self) -> bool:
-        """Whether the device knows tokens of it that the host doesn't know yet."""
+        """Whether some of its tokens are known only to the device yet."""
         return len(self.token_ids) < self.num_tokens
 
     @property

@@ -13,7 +13,7 @@ from hf_paged.core.sequence import Sequence, SequenceGroup
 
 
 class Sequences:
-    """All sequences and their groups: what is done to them outside a step, and the queues that this moves them between.
+    """All sequences and their groups: the operations on them outside of steps, and the queues that hold them.
 
     Args:
         prefers_swap: Whether a group that could be computed again is to be swapped, if there is CPU memory for it.
@@ -147,7 +147,7 @@ class Sequences:
         self.queues.wake(sequence.group)
 
     def resolve_token(self, sequence: Sequence, token_id: int) -> None:
-        """Which token the first placeholder is. Its keys may be computed already."""
+        """Replaces the first placeholder by its token, whose keys may be computed already."""
         sequence.token_ids.append(token_id)
         num_known = len(sequence.token_ids)
         is_full = num_known <= sequence.num_computed_tokens and num_known % self._manager.block_size == 0
@@ -157,7 +157,7 @@ class Sequences:
             self.slide(sequence)
 
     def add_drafts(self, sequence: Sequence, token_ids: list[int]) -> None:
-        """Adds guesses behind what is known, and asks for the logits of each and of the token before them.
+        """Adds drafts after the known tokens, and asks for the logits of each and of the token before them.
 
         `settle_drafts` says what becomes of them, before others are added.
         """
@@ -170,7 +170,7 @@ class Sequences:
         self.queues.wake(sequence.group)
 
     def settle_drafts(self, sequence: Sequence, num_kept: int) -> None:
-        """So many drafts are tokens from here on; those behind them are cut. It must not be in a running step."""
+        """Makes the first so many drafts tokens, and cuts the others. The sequence must not be in a running step."""
         num_cut = sequence.num_drafts - num_kept
         sequence.num_drafts, sequence.wanted = 0, None
         if num_cut:

@@ -1,4 +1,4 @@
-"""`Step`: a step in the making."""
+"""`Step`: collects the chunks of a step."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Residency:
 
     @contextmanager
     def holding(self, sequences: list[Sequence], has_forward: bool = False) -> Iterator[None]:
-        """Within it these sequences are in the pool, all of them beside each other, and no step runs.
+        """Within it all these sequences are in the pool, and no step runs.
 
         Args:
             has_forward: The model is run within: while the engine is paused, that waits, or is a step.

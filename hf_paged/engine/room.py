@@ -1,4 +1,4 @@
-"""`Room`: who may begin: the length of the queue, and blocks that calls have reserved beside each other."""
+"""`Room`: when a call may begin, by the length of the queue and the blocks that other calls have reserved."""
 
 from __future__ import annotations
 

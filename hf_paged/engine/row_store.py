@@ -1,4 +1,4 @@
-"""`RowStore`: what a `PagedCache` asks for: rows that are made, forked, cropped and freed, written and read."""
+"""`RowStore`: makes, forks, crops, frees, writes and reads the rows of a `PagedCache`."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class RowStore:
         self._core.scheduler.crop(sequence, num_tokens)
 
     def keep_past(self, sequence: Sequence) -> None:
-        """From now on layers with a window keep what lies behind it, until the next crop."""
+        """Has layers with a window keep the tokens before it, until the next crop."""
         self._core.manager.keep_past(sequence.seq_id)
 
     def windows(self) -> list[int | None]:

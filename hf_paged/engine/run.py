@@ -1,4 +1,4 @@
-"""`Run`: what the steps work for, and what a caller waits for meanwhile."""
+"""`Run`: a call inside the engine, for which steps work and its caller waits."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class Row:
 
 
 class Run:
-    """What waits for the uncomputed tokens of sequences: a caller's forward, or rows that the engine generates.
+    """Waits for the uncomputed tokens of sequences: a caller's forward, or rows that the engine generates.
 
     Attributes:
         error: Why it failed.
-        rows: The rows of the result; none of a forward.
+        rows: The rows of the result; a forward has none.
         scores: Of beams only: those of the rows.
         num_drafts: The drafts that were verified.
         num_accepted: Those of them that were right.
@@ -111,7 +111,7 @@ class Run:
     def take(
         self, batch: Batch, rows: list[int], places: list[int], logits: Tensor
     ) -> SequenceOf[SamplingBatch | BeamBatch]:
-        """Receives what it wanted.
+        """Receives the logits that it asked for.
 
         Args:
             rows: Its rows of which the step has logits; without any, a chunk was computed that it wants none of.
@@ -126,7 +126,7 @@ class Run:
         raise NotImplementedError
 
     def add_placeholders(self, rows: list[int], place: int) -> None:
-        """Told that tokens are being chosen for rows: those that go on can be scheduled again.
+        """Notes that tokens are being chosen for rows: those that go on can be scheduled again.
 
         Args:
             place: Of the first one's among all tokens that the step chooses; the others' follow.

@@ -37,7 +37,7 @@ TokenCallback = Callable[[int, int, TokenLogprobs | None, bool], None]
 
 @dataclass(slots=True)
 class SampleCall:
-    """What transformers prepared for its `_sample` loop, and what the host has to know of it.
+    """A call's rows as transformers prepared them for its `_sample` loop, with what the host needs to know about them.
 
     Attributes:
         input_ids: `[rows, width]` on the CPU, left-padded; the rows of a prompt's `num_samples` samples follow each
@@ -418,7 +418,7 @@ class SampledRequest(Run):
             self._add_drafts(index, [])
 
     def _add_drafts(self, index: int, drafts: list[int]) -> None:
-        """Puts what a row may go on with behind its sequence's tokens."""
+        """Adds a row's drafts to its sequence."""
         row, num_tokens = self.rows[index], len(self.rows[index].tokens)
         sequence = row.sequence
         assert sequence is not None

@@ -1,4 +1,4 @@
-"""A request that every rank of a sharded model submits: rank 0 runs it, the others are told how it ended."""
+"""A request that every rank of a split model submits: rank 0 runs it, and tells the others how it ended."""
 
 from __future__ import annotations
 

@@ -91,13 +91,13 @@ class StepLoop:
             self._posted.popleft()()
 
     def wake(self) -> None:
-        """Makes the worker's thread and those that wait look again. The pool's lock is held."""
+        """Has the worker's thread and all waiting threads look for work again. The pool's lock is held."""
         self.woken.set()
         self.condition.notify_all()
 
     @property
     def is_posted(self) -> bool:
-        """Whether something is to be done even if steps may not run."""
+        """Whether a posted change waits that the loop makes even while steps may not run."""
         return bool(self._posted_between)
 
     @property
@@ -177,7 +177,7 @@ class StepLoop:
             self.settle()
 
     def orphan(self, error: BaseException) -> None:
-        """In a forked child, where the threads that ran this loop are not: what comes to it raises."""
+        """In a forked child, which lacks the threads that ran this loop: later uses raise the error."""
         self._orphaned_by = error
 
     def check_orphaned(self) -> None:
@@ -334,7 +334,7 @@ class StepLoop:
         return False
 
     def _isolate(self, step: Batch, owners_of_rows: list[Run], error: BaseException) -> None:
-        """After a step that raised: finds out whose rows were to blame by running each owner's by themselves."""
+        """After a step that raised: runs each owner's rows by themselves, and fails those that raise again."""
         owners = {id(owner): owner for owner in owners_of_rows}
         if isinstance(error, torch.OutOfMemoryError):
             is_first = self._token_limit is None
@@ -365,7 +365,7 @@ class StepLoop:
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """As on a thread of the worker's own: what a step makes is not the caller's alone, whatever mode it calls in."""
+    """Leaves the caller's torch modes, as on the worker's thread: a step's tensors belong to all callers."""
     with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
         while torch._C._len_torch_function_stack():
             stack.enter_context(_pop_mode_temporarily())

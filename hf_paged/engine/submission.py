@@ -38,7 +38,7 @@ from hf_paged.sampling.logprobs import ScoresWanted
 
 @dataclass(slots=True, eq=False)
 class _Active:
-    """A request from its admission to its end, and what its handle ends it by.
+    """A request from its admission to its end; its handle ends it by this object.
 
     The handle's finalizer holds it as long as the handle lives. So it forgets a request that has ended: an error's
     traceback leads to the caller of `result()`, and so to the handle.
@@ -107,7 +107,7 @@ class Submissions:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """What a wait for a request is to be done in.
+        """The context in which a thread waits for a request.
 
         Raises:
             RuntimeError: This thread is inside a step.
@@ -246,7 +246,7 @@ class Submissions:
         active.job = self._threads.add(loop, run_later(self._core, state, loop, work, end))
 
     def _follow(self, follower: Follower, state: RequestState, digest: bytes, text: str) -> Request:
-        """On another rank than 0: the request ends with what comes of it there."""
+        """On ranks above 0: the request ends as it ends on rank 0."""
         call = follower.make(digest, text)
 
         def done(outcome: bytes | RankError) -> None:
@@ -286,7 +286,7 @@ class Submissions:
             active.abandon()
 
     def orphan(self, error: BaseException) -> None:
-        """In a forked child, where there are no threads that would go on with them: unfinished requests fail."""
+        """In a forked child, which has no threads to finish them: unfinished requests fail."""
         for active in self._active.values():
             if active.state is not None:
                 active.state.condition = threading.Condition()

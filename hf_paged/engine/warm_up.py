@@ -1,4 +1,4 @@
-"""What the first steps of a serving process would make beside tokens, made before: kernels and CUDA graphs."""
+"""Compiles kernels and records CUDA graphs before the first steps of a serving process need them."""
 
 from __future__ import annotations
 

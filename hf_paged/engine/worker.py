@@ -66,7 +66,7 @@ class StepWorker:
 
     @contextmanager
     def leading(self) -> Iterator[None]:
-        """Around work that is added and waited for: within it this thread runs the steps itself, if it is alone.
+        """Surrounds work that a thread adds and waits for: within it the thread runs the steps itself, if it is alone.
 
         Left with work that is not done, the worker's thread goes on with it.
         """

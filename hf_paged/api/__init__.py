@@ -1,1 +1,1 @@
-"""What users call: `patch`, `is_supported`, and what a patched model's class overrides."""
+"""`patch`, `unpatch`, `is_supported`, and the methods that a patched model's class overrides."""

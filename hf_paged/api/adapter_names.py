@@ -1,4 +1,4 @@
-"""PEFT's `adapter_names`, an adapter for each row: the hooks of a call are its thread's alone."""
+"""PEFT's `adapter_names`, an adapter for each row: a call's hooks act on its own thread only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a patched model's class has of transformers' batch API: its ways in, which end in a `PagedBatchManager`."""
+"""The methods of transformers' batch API on a patched model's class; they all use a `PagedBatchManager`."""
 
 from __future__ import annotations
 

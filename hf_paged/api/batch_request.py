@@ -41,7 +41,7 @@ def with_settings(config: GenerationConfig, settings: dict[str, Any], where: str
 
 
 def check_config(config: GenerationConfig, returns_logprobs: bool) -> None:
-    """Raises `ValueError` for what the batch API has no place for."""
+    """Raises `ValueError` for settings that the batch API can't serve."""
     if config.stop_strings:
         raise ValueError(
             "the batch API has no tokenizer, which stop_strings need: use model.paged.generate(prompts, "

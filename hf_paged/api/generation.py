@@ -1,4 +1,4 @@
-"""What a patched model's class adds to its own: `generate()` prepares a `PagedCache`, and its loops run over it.
+"""The `generate()` of a patched model: it prepares a `PagedCache`, over which the engine or transformers' loops run.
 
 The decoding loops stay transformers' own, so processors, criteria, streamers, beams, draws and outputs are theirs to
 the letter. Ours are the memory and the forward: a prompt is computed once for all its samples or beams, padding is
@@ -43,7 +43,7 @@ _CPU = torch.device("cpu")
 
 
 def _decoding(loop: str) -> Callable[..., Any]:
-    """What stands in the place of one of transformers' decoding loops, at the end of its `generate()`."""
+    """Replaces one of transformers' decoding loops, at the end of its `generate()`."""
 
     @functools.wraps(getattr(GenerationMixin, loop))
     def decode(

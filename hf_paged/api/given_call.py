@@ -1,4 +1,4 @@
-"""What a call of the model is given: as its caller says it, and as a multimodal model tells its language model."""
+"""The arguments of a model's call: as its caller gives them, and as a multimodal model hands them on."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_tokens(tokens: Any) -> None:
 
 
 def check_continuation(cache: PagedCache, tokens: Tensor, mask: Tensor | None) -> None:
-    """Raises `ValueError` for a prompt whose first columns are not what a cache holds, as `generate()` believes.
+    """Raises `ValueError` if a prompt's first columns differ from what the cache holds; `generate()` takes it as equal.
 
     Columns that the mask hides may differ. What was given as embeddings, or is not known to the cache, isn't compared.
 

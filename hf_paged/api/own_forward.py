@@ -1,4 +1,4 @@
-"""A forward that a user has put on a model's instance: does it hand its call on to the class's, and nothing else?
+"""Finds out whether a forward that a user has put on a model's instance does nothing but call the class's.
 
 Such a wrapper (TRL's trainers add one, for a head of their own while they train) makes no difference in generation, so
 the engine's steps need not call it. It is found by a trial in each call, for what it does may depend on any state: with
@@ -41,7 +41,7 @@ def hands_on(model: Any) -> bool:
 
 
 class _Looked(BaseException):
-    """A placeholder was looked at: no error, lest the tried code handles it."""
+    """The tried code looked at a placeholder. Not an `Exception`, so that this code doesn't catch it."""
 
 
 class _Placeholder:

@@ -84,7 +84,7 @@ def _channel(model: nn.Module, config: PagedConfig, traits: ModelTraits) -> Chan
 
 
 def unpatch(model: ModelT) -> ModelT:
-    """Takes back what `patch` did: class, attention and generation are the model's own again, the pool is freed.
+    """Undoes `patch`: restores the model's own class, attention and generation, and frees the pool.
 
     Args:
         model: A patched model; one that isn't patched is left as it is.

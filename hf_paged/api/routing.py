@@ -1,4 +1,4 @@
-"""Which road a `generate()` call takes: the engine's rows, one of transformers' loops over a `PagedCache`, or stock."""
+"""How a `generate()` call runs: as rows of the engine, by transformers' loop over a `PagedCache`, or by stock."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def why_stock(model: Any, generation_config: GenerationConfig, cache: Any, verif
 
 
 def _why_stock_on_ranks(model: Any, generation_config: GenerationConfig) -> str | None:
-    """What only a loop that every rank runs can do: look at whole batches, or run the model beside its forwards."""
+    """Why a call needs a loop on every rank: it looks at whole batches, or runs the model beside its forwards."""
     if generation_config.output_hidden_states and generation_config.return_dict_in_generate:
         return "output_hidden_states=True"
     if generation_config.guidance_scale not in (None, 1):

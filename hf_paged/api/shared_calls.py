@@ -1,4 +1,4 @@
-"""Calls of a model over several processes: rank 0 runs them, and the others return what came of them there."""
+"""Calls of a model over several processes: rank 0 runs them, and the other ranks return its results."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def share_forward(engine: Engine, cache: PagedCache, given: dict[str, Any], run:
 
 
 def run_in_turn(engine: Engine, given: dict[str, Any], run: Callable[[], Any]) -> Any:
-    """A forward that no step is: the ranks run it at the same place among their steps, which is rank 0's."""
+    """A forward outside of steps: all ranks run it at the same place among the steps, which rank 0 decides."""
     ranks = engine.ranks
     if ranks is None:
         return run()

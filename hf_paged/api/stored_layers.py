@@ -1,4 +1,4 @@
-"""What each layer of a model caches, of each token and of all together: noted where the model gives it to its cache."""
+"""Notes what each layer of a model gives to its cache, of each token and of all tokens together."""
 
 from __future__ import annotations
 

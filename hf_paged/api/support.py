@@ -141,7 +141,7 @@ def is_supported(model: Any) -> SupportReport:
 
 
 def _notes(model: PreTrainedModel) -> tuple[str, ...]:
-    """What keeps a model from giving stock's tokens though it can be patched."""
+    """Why a model that can be patched may not give stock's tokens."""
     mixed = [name for name, module in model.named_modules() if _scales_by_batch(module)]
     if not mixed:
         return ()
@@ -216,7 +216,7 @@ def _tried(base: type[PreTrainedModel], config: PreTrainedConfig) -> SupportRepo
 
 
 def _structural_reasons(model: nn.Module) -> list[str]:
-    """What rules a model out by its looks alone."""
+    """Why a model can't be patched, as far as its class and config show."""
     if not isinstance(model, PreTrainedModel):
         inside = next((name for name, part in model.named_children() if isinstance(part, PreTrainedModel)), None)
         hint = "" if inside is None else f"; patch the one inside of it, its .{inside}"

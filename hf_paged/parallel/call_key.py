@@ -34,7 +34,7 @@ def call_key(method: str, arguments: dict[str, Any], config: Any = None, items: 
 
 
 def _kind(value: Any) -> str:
-    """What of an object is the same in another process."""
+    """Names an object by what is the same in another process."""
     if isinstance(value, PagedCache):
         return f"cache {value.batch_size} {value.get_seq_length()}"
     return f"{type(value).__module__}.{type(value).__qualname__}"

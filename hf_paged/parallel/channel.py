@@ -24,7 +24,7 @@ _NEVER = timedelta(days=365)  # an idle engine sends nothing, for as long as it 
 
 
 class Kind(IntEnum):
-    """What a message is."""
+    """Kinds of messages."""
 
     STEP = 1  # copies of blocks, and maybe a step
     BEGIN = 2  # a call begins
@@ -35,7 +35,7 @@ class Kind(IntEnum):
 
 
 class Alert(IntEnum):
-    """What an alert is."""
+    """Kinds of alerts."""
 
     FAULT = 1  # this rank can't go on
     FOLLOW = 2  # to rank 0: this rank makes no calls

@@ -1,4 +1,4 @@
-"""What an HTTP interface lets a request say of its sampling, and `generate()` does not."""
+"""Sampling settings that HTTP interfaces have and `generate()` has not."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class GrammarMatcher:
 
 
 def _reason(matcher: Any) -> str:
-    """What it says of its error, without the state it was in."""
+    """The matcher's error message, without its state."""
     return str(matcher.get_error()).split("\n<state>")[0].strip()
 
 

@@ -1,4 +1,4 @@
-"""Prompt lookup: what a row may go on with, guessed from what followed its last tokens where they stood before."""
+"""Prompt lookup: drafts for a row, copied from what followed its last tokens where they occurred before."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class LookupRules:
 
 
 class PromptLookup:
-    """One row's tokens, and what followed their last ones before.
+    """One row's tokens, and drafts from what followed their last ones earlier.
 
     The same drafts as `PromptLookupCandidateGenerator`, found by searching bytes.
     """

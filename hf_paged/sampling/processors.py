@@ -1,4 +1,4 @@
-"""One table of transformers' logits processors, and of its criteria: what may be done with the rows of each."""
+"""A table of transformers' logits processors and criteria: how rows of several calls may share them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What carries out a step's attention: one module each, found by `registry.py`, which chooses among them."""
+"""Attention backends, one module each; `registry.py` finds them and chooses among them."""

@@ -1,4 +1,4 @@
-"""What a backend is, and which one serves a pool: every module of this package that registers one is asked."""
+"""The interface of a backend, and the choice of one for a pool among those that modules of this package register."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention modules that several layers share: which layer one computes is what it told the cache just before."""
+"""Attention modules that several layers share: the cache knows which layer such a module computes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Which sequences of a step begin with the same blocks: these may be read once for all of them.
 
-Found by the block tables alone, so it does not matter why they are shared: samples and beams of one prompt, prompts
-with the same beginning, several new tokens of one sequence that come as so many rows.
+The block tables show them, whatever the reason: samples and beams of one prompt, prompts with the same beginning, or
+several new tokens of one sequence as so many rows. Scores are summed in another order then: last bits may differ.
 """
 
 from __future__ import annotations

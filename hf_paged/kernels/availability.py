@@ -1,4 +1,4 @@
-"""Whether kernels run on a device: asked once, before a model relies on them."""
+"""Finds out once whether kernels run on a device, before a model relies on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the launchers share: where a layer's attention finds everything, and what the device can do."""
+"""Shared code of the launchers: where a layer's attention finds its data, and what the device can do."""
 
 from __future__ import annotations
 

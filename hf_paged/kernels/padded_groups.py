@@ -1,4 +1,4 @@
-"""`PaddedGroup`: sequences of a step side by side, padded to each other, as plain torch attends to them."""
+"""`PaddedGroup`: sequences of a step, padded to one length, for attention in plain torch."""
 
 from __future__ import annotations
 

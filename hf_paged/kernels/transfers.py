@@ -1,4 +1,4 @@
-"""Numbers between the host and a device, neither of which waits for the other."""
+"""Transfers between the host and a device, where neither waits for the other."""
 
 from __future__ import annotations
 

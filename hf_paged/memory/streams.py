@@ -1,4 +1,4 @@
-"""The CUDA stream that steps run on, and how callers' work is ordered before and behind it."""
+"""The CUDA stream of the steps, and the order of callers' work before and after them."""
 
 from __future__ import annotations
 

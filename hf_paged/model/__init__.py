@@ -1,1 +1,1 @@
-"""The patched model: one step through it, what its layers are replaced by, and its recorded graphs."""
+"""The patched model: the runner of its steps, the overrides of its layers, and its recorded graphs."""

@@ -1,4 +1,4 @@
-"""The class that a patched model was of."""
+"""The class of a model before it was patched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model's forward says of itself: under which name it takes its cache, and what it returns."""
+"""Properties of a model's forward: the name of its cache argument, and the class of its output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`DecodeGraphs`: the decode step as CUDA graphs, one a batch size, recorded once and replayed at every step."""
+"""`DecodeGraphs`: the decode step as CUDA graphs, one for each batch size, recorded once and replayed at each step."""
 
 from __future__ import annotations
 

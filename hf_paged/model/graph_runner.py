@@ -1,4 +1,4 @@
-"""`GraphRunner`: decode steps by CUDA graphs, where there can be any: made, recorded, replayed and forgotten here."""
+"""`GraphRunner`: makes, records, replays and forgets CUDA graphs of decode steps, where a model can have them."""
 
 from __future__ import annotations
 

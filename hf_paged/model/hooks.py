@@ -1,4 +1,4 @@
-"""Forward hooks on a model's inner modules: which of them have to be shown rows and columns."""
+"""Forward hooks on a model's inner modules, and which of them must see rows and columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Placement`: a model's dtype and device, asked for in every step."""
+"""`Placement`: a model's dtype and device, which every step needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that accelerate has spread over devices, CPU memory and disk: where its layers run, which weights come late.
+"""A model that accelerate has spread over devices, CPU memory and disk: where layers run, which weights load late.
 
 accelerate puts a forward of its own on the instance of each module that it has to do with: a hook that moves inputs to
 where the module runs, and (offloading) fetches the module's weights before and drops them behind.

@@ -1,4 +1,4 @@
-"""What steps hold on a GPU beside weights and pool: bytes that a pool sized from free memory has to leave."""
+"""The memory of a step on a GPU beside weights and pool, which a pool sized from free memory must leave."""
 
 from __future__ import annotations
 

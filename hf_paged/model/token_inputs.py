@@ -1,4 +1,4 @@
-"""`TokenInputs`: what a step's tokens are, on their way from the scheduler's plain data to the model's arguments."""
+"""`TokenInputs`: a step's tokens, from the scheduler's plain data to the model's arguments."""
 
 from __future__ import annotations
 

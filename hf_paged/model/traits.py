@@ -1,4 +1,4 @@
-"""`ModelTraits`: what was found out about a model's architecture."""
+"""`ModelTraits`: the findings of `is_supported` about a model's architecture."""
 
 from __future__ import annotations
 

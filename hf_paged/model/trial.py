@@ -1,4 +1,4 @@
-"""Another way to compute the same, tried before it is used: does it agree with the module's own?"""
+"""Tries another way to compute a module before it is used: does it agree with the module's own?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`WeightsVersion`: what keys and values depend on in the model itself, as a key for the prefix cache."""
+"""`WeightsVersion`: everything in the model that keys and values depend on, as a key for the prefix cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Wrapper`: a multimodal model around a language model: what a call hands to the inner one, and what a step does."""
+"""`Wrapper`: a multimodal model around a language model: its calls run up to the inner model, steps run that model."""
 
 from __future__ import annotations
 

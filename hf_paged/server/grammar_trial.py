@@ -1,4 +1,4 @@
-"""Compiles a grammar in a process of its own first: what is too much for the compiler ends that one, not the server.
+"""Compiles a grammar in a process of its own first: one that crashes the compiler ends that process, not the server.
 
 Run as a script, this file is that process. It imports nothing of this package, so it starts at once and stays small.
 """

@@ -1,4 +1,4 @@
-"""Heads of requests that end: uvicorn's protocols, with limits before any request is known."""
+"""Limits on the heads of requests: uvicorn's protocols, with limits before any request is known."""
 
 from __future__ import annotations
 

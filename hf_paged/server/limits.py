@@ -1,4 +1,4 @@
-"""Who may ask, and how much: keys, and bodies that end."""
+"""Limits on requests: keys, and the size and duration of bodies."""
 
 from __future__ import annotations
 

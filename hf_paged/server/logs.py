@@ -1,4 +1,4 @@
-"""The log: a line of JSON for each request, and for whatever else is said."""
+"""The log: a line of JSON for each request and for each other message."""
 
 from __future__ import annotations
 

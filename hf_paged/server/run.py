@@ -1,4 +1,4 @@
-"""A server of its own: uvicorn, which drains when it is to end."""
+"""Runs the app under uvicorn, which drains at its end."""
 
 from __future__ import annotations
 

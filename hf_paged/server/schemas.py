@@ -1,4 +1,4 @@
-"""What requests may say. A field that isn't here is refused by name; one that is `null` was not given."""
+"""The fields of requests. The server refuses unknown fields by name; `null` means that a field is absent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Serving`: one model behind an app, and what all routes need of it."""
+"""`Serving`: one model behind an app, and the parts that all routes need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ServerSettings`: how a server is run, whatever it is asked."""
+"""`ServerSettings`: the settings of a server."""
 
 from __future__ import annotations
 

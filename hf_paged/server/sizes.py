@@ -1,4 +1,4 @@
-"""How large an answer may become, known before it is made."""
+"""The size that an answer may reach, computed before it is made."""
 
 from __future__ import annotations
 

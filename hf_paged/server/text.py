@@ -1,4 +1,4 @@
-"""Text from tokens as they come: no character cut in two, nothing of a stop string."""
+"""Text from tokens as they come, without half characters and without parts of stop strings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One wake-up of an event loop a step: what the engine's threads have for its tasks is handed over all at once."""
+"""Wakes an event loop once a step: the engine's threads hand over all news for its tasks together."""
 
 from __future__ import annotations
 

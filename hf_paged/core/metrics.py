@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
 from dataclasses import dataclass, field
 
 
@@ -61,4 +61,4 @@ class EngineStats:
     num_generated_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    detours: Mapping[str, int] = field(default_factory=dict)
+    detours: Counter[str] = field(default_factory=Counter)

@@ -76,7 +76,9 @@ class CallerForwards:
         for sequence in live:
             if not sequence.is_recomputable:  # kept so far, should a forward fail; from here on it goes back to now
                 self._core.post(partial(self._core.scheduler.slide, sequence))
-        takes_positions = self._core.bound.takes_positions
+        takes_positions, positions = self._core.bound.takes_positions, call.position_ids
+        if takes_positions and positions is not None and positions.ndim == 2 and len(positions) not in (1, len(active)):
+            raise ValueError(f"got position_ids of {len(positions)} rows for {len(active)} rows of tokens")
         padding = plain_padding(cache, call, active, takes_positions) if self._is_own() else None
         is_kept = loop is None and not cache.owned_by_call
         try:

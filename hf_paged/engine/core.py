@@ -201,7 +201,7 @@ class EngineCore:
         """Takes a snapshot of the gauges and counters. The pool's lock is held."""
         if not self.pool.is_made:
             num_blocks = self.config.num_blocks or 0
-            return EngineStats(num_blocks=num_blocks, num_free_blocks=num_blocks, detours=dict(self.detours))
+            return EngineStats(num_blocks=num_blocks, num_free_blocks=num_blocks, detours=self.detours.copy())
         manager, blocks, scheduler = self.manager, self.manager.pool, self.scheduler
         self.pool.record_peak()
         return EngineStats(
@@ -228,7 +228,7 @@ class EngineCore:
             num_generated_tokens=self.num_generated_tokens + sum(run.num_tokens for run in self.runs),
             num_draft_tokens=self.num_drafts[0] + sum(run.num_drafts for run in self.runs),
             num_accepted_tokens=self.num_drafts[1] + sum(run.num_accepted for run in self.runs),
-            detours=dict(self.detours),
+            detours=self.detours.copy(),
         )
 
     # Everything at once

@@ -529,7 +529,7 @@ def test_position_ids_of_more_rows(make_pair: Callable[..., Pair]) -> None:
                 pair.generate(input_ids=ids, position_ids=positions, **GREEDY)
                 continue
             with pytest.raises(
-                (RuntimeError, ValueError), match=r"must match the size|got keys of 2 rows .*position_ids"
+                (RuntimeError, ValueError), match=r"must match the size|position_ids of \d rows"
             ):
                 pair.paged.generate(ids, position_ids=positions, **GREEDY)
             pair.assert_all_free()

@@ -56,8 +56,9 @@ def test_what_goes_wrong_is_raised_on_every_rank(two_ranks: Any) -> None:
     for answer in (first["raised"], second["raised"]):
         assert answer["processor"] == "LookupError: a processor's own error"
         assert answer["too_long"].startswith("ValueError") and "num_blocks" in answer["too_long"]
-        for name in ("hidden_states", "runs_model", "update"):
+        for name in ("hidden_states", "runs_model"):
             assert answer[name].startswith("UnsupportedCallError"), answer
+        assert answer["update"].startswith("ValueError: only forwards of the patched model"), answer
     assert first["raised"]["stats"] == "" and "rank 0" in second["raised"]["stats"]
     assert "this is rank 0" in first["raised"]["follow"]
     assert first["is_well"] and second["is_well"]

@@ -809,7 +809,7 @@ def live_objects() -> Counter[str]:
     gc.collect()
     gc.collect()  # what the finalizers of the first one's garbage led to
     kinds = {
-        *("Request", "RequestState", "SampledRequest", "SampleCall", "ForwardRequest", "Sequence", "SequenceGroup"),
+        *("Request", "RequestState", "SampledRun", "CallRows", "ForwardRun", "Sequence", "SequenceGroup"),
         *("PagedCache", "DecodingLoop", "Engine", "StepWorker", "KVPool", "BlockManager"),
     }
     names = (type(o).__name__ for o in gc.get_objects() if str(type(o).__module__).startswith("hf_paged"))

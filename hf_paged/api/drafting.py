@@ -13,7 +13,7 @@ from hf_paged.engine.call_context import call_context, within
 from hf_paged.engine.draft_model import DraftModel
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.prepared_call import PreparedCall
-from hf_paged.engine.sampled_request import SampleCall
+from hf_paged.engine.sampled_run import CallRows
 from hf_paged.sampling.lookup import LookupSettings
 from hf_paged.sampling.processors import RowEnds, processor_kinds
 from hf_paged.sampling.random import NoiseAhead
@@ -105,7 +105,7 @@ def draft_model_of(model: Any, call: PreparedCall) -> DraftModel | None:
         criteria: StoppingCriteriaList,
         noise: NoiseAhead | None,
     ) -> list[list[int]]:
-        rows = SampleCall(ids, padding, 1, processors, criteria, device, noise is not None, pad_token_id=0, noise=noise)
+        rows = CallRows(ids, padding, 1, processors, criteria, device, noise is not None, pad_token_id=0, noise=noise)
         with within(cache_salt=salt):
             return [row.tokens for row in calls.run(rows).rows]
 

@@ -12,8 +12,8 @@ import torch
 
 from hf_paged.api.given_call import forward_call
 from hf_paged.api.own_forward import TriedCall
+from hf_paged.api.rank_calls import forward_on_ranks, run_in_turn
 from hf_paged.api.routing import ENGINE
-from hf_paged.api.shared_calls import run_in_turn, share_forward
 from hf_paged.attention.cache import PagedCache
 from hf_paged.model.cache_argument import cache_argument
 
@@ -50,7 +50,7 @@ def _forward_paged(self: Any, cache: PagedCache, signature: inspect.Signature, g
     """A forward over a `PagedCache`, by the engine; `given`: the arguments as bound to the original's signature."""
     given = _by_name(signature, given)
     return_dict = given.pop("return_dict", None)
-    output = share_forward(self.paged, cache, given, functools.partial(_run_paged, self, cache, dict(given)))
+    output = forward_on_ranks(self.paged, cache, given, functools.partial(_run_paged, self, cache, dict(given)))
     wants_tuple = return_dict is False or (return_dict is None and not self.config.return_dict)
     return output.to_tuple() if wants_tuple else output
 

@@ -28,8 +28,8 @@ from transformers.generation import GenerationMode
 
 from hf_paged.api.batch_methods import PagedBatchMixin
 from hf_paged.api.loops import prepare, run_call
+from hf_paged.api.rank_calls import run_on_ranks
 from hf_paged.api.routing import ENGINE, fall_back, why_not_stateful, why_stock
-from hf_paged.api.shared_calls import share_loop
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.interrupts import allowed_interrupt, deferred_interrupt
 from hf_paged.engine.call_context import call_context, within
@@ -71,7 +71,7 @@ def _decoding(loop: str) -> Callable[..., Any]:
         )
         if call.is_submitted:  # which is shared between ranks as a request
             return prepare(self, call)
-        return share_loop(engine, loop, call, call.device, lambda: run_call(engine, prepare(self, call)))
+        return run_on_ranks(engine, loop, call, call.device, lambda: run_call(engine, prepare(self, call)))
 
     return decode
 

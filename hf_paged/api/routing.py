@@ -18,7 +18,7 @@ from hf_paged.engine.call_context import call_context
 from hf_paged.engine.draft_model import DraftModel
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.prepared_call import PreparedCall
-from hf_paged.engine.sampled_request import SampleCall
+from hf_paged.engine.sampled_run import CallRows
 from hf_paged.kernels.transfers import to_host
 from hf_paged.memory.streams import let_caller_first, on_steps_stream
 from hf_paged.model.base_class import base_class
@@ -107,7 +107,7 @@ def fall_back(engine: Engine, reason: str) -> None:
     logger.warning_once(f"hf_paged: this call runs stock generate() without the paged cache: {reason}")
 
 
-def engine_rows(model: Any, call: PreparedCall) -> SampleCall | None:
+def engine_rows(model: Any, call: PreparedCall) -> CallRows | None:
     """The call as rows for the engine to sample, or as beams for it to search; `None`: it may differ from stock's loop.
 
     It doesn't differ when all of the caller's code in it is transformers' own and row-wise, no per-step outputs are
@@ -224,13 +224,13 @@ def _sample_call(
     beams: BeamSettings | None,
     lookup: LookupSettings | None,
     draft_model: DraftModel | None,
-) -> SampleCall:
+) -> CallRows:
     generation_config, device, generator = call.generation_config, call.device, None
     if generation_config.do_sample:
         generator = torch.Generator(device)
         generator.set_state(call.states[torch.device(generator.device)])
     pad = generation_config._pad_token_tensor
-    return SampleCall(
+    return CallRows(
         input_ids=call.input_ids if given is None else to_host([call.input_ids])[0],
         given=given,
         padding=padding,

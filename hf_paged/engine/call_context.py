@@ -24,7 +24,7 @@ class CallContext:
     Attributes:
         cache_salt: Part of the prefix-cache key of all that is generated, by models of whatever engine (an assistant,
             one that a processor asks).
-        is_shared: The other ranks know the call: what it calls in turn is none of theirs.
+        is_known_to_ranks: The other ranks know the call: what it calls in turn is none of theirs.
         loop: The request whose loop this thread runs,
         core: and the engine that it was submitted to.
         is_submitted: The innermost `generate()` returns the `PreparedCall` instead of running it.
@@ -36,7 +36,7 @@ class CallContext:
     """
 
     cache_salt: Hashable = None
-    is_shared: bool = False
+    is_known_to_ranks: bool = False
     loop: DecodingLoop | None = None
     core: EngineCore | None = None
     is_submitted: bool = False

@@ -13,8 +13,8 @@ from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.core.interrupts import deferred_interrupt
 from hf_paged.engine.call_context import call_context
 from hf_paged.engine.core import EngineCore
-from hf_paged.engine.forward_request import ForwardRequest
-from hf_paged.engine.remote_rows import not_shared_out
+from hf_paged.engine.forward_run import ForwardRun
+from hf_paged.engine.remote_rows import unsupported_on_ranks
 from hf_paged.engine.row_store import RowStore
 from hf_paged.memory.streams import among_steps, hand_out, let_caller_first, let_steps_first, on_steps_stream
 from hf_paged.model.cache_argument import CACHE_ARGUMENTS, StateOutput
@@ -76,9 +76,7 @@ class CallerForwards:
         for sequence in live:
             if not sequence.is_recomputable:  # kept so far, should a forward fail; from here on it goes back to now
                 self._core.post(partial(self._core.scheduler.slide, sequence))
-        takes_positions, positions = self._core.bound.takes_positions, call.position_ids
-        if takes_positions and positions is not None and positions.ndim == 2 and len(positions) not in (1, len(active)):
-            raise ValueError(f"got position_ids of {len(positions)} rows for {len(active)} rows of tokens")
+        takes_positions = self._core.bound.takes_positions
         padding = plain_padding(cache, call, active, takes_positions) if self._is_own() else None
         is_kept = loop is None and not cache.owned_by_call
         try:
@@ -91,7 +89,7 @@ class CallerForwards:
                     )
                 is_packed = padding is not None and self.is_batched() and not sees_padding(call, padding, width)
                 if self._core.ranks is not None and not is_packed:
-                    raise not_shared_out(
+                    raise unsupported_on_ranks(
                         "a forward whose padding can be seen (hidden states, hooks on inner modules, masks with holes)"
                     )
                 if is_packed and padding is not None:
@@ -165,7 +163,10 @@ class CallerForwards:
         Without `padding`, what it stores doesn't follow from its tokens: each of its columns is kept, as it comes out.
         """
         if padding is None:
-            ids = call.on_host().input_ids
+            own, positions = call.on_host(), call.position_ids if self._core.bound.takes_positions else None
+            if positions is not None and positions.ndim == 2 and len(positions) not in (1, len(active)):
+                raise ValueError(f"got position_ids of {len(positions)} rows for {len(active)} rows of tokens")
+            ids = own.input_ids
             ids = torch.full(call.tokens.shape[:2], -1, device="cpu") if ids is None else ids
             packed = self._pack(
                 cache, ForwardCall(ids, None, None, None, 0), active, [cache.padding[r] for r in active]
@@ -196,7 +197,7 @@ class CallerForwards:
     ) -> ModelOutput:
         """Runs the call's real tokens in the next steps' packed batches."""
         packed = self._pack(cache, call, active, padding)
-        request: ForwardRequest | None = None
+        request: ForwardRun | None = None
         try:
             with self._core.worker.leading():
                 request = self._enqueue(cache, packed)
@@ -210,17 +211,15 @@ class CallerForwards:
         takes_past = self._core.bound.cache_argument == "past_key_values"
         return self._core.bound.output_type(logits=logits) if takes_past else StateOutput(logits=logits)
 
-    def _enqueue(self, cache: PagedCache, packed: PackedForward) -> ForwardRequest:
-        request: ForwardRequest | None = None
+    def _enqueue(self, cache: PagedCache, packed: PackedForward) -> ForwardRun:
+        request: ForwardRun | None = None
         try:
             with self._core.transaction():
                 loop = cache.loop
                 self._extend(cache, packed)
                 longest = max(sequence.num_tokens for sequence in packed.sequences)
                 self._core.pool.check_fits(longest, longest, 0)
-                request = ForwardRequest(
-                    self._core.pool, self._core.worker, packed.sequences, packed.wanted_logits(), loop
-                )
+                request = ForwardRun(self._core.pool, self._core.worker, packed.sequences, packed.wanted_logits(), loop)
             return request
         except BaseException:
             if request is not None:

@@ -15,14 +15,14 @@ import torch
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.interrupts import allowed_interrupt, deferred_interrupt
 from hf_paged.core.process import PROCESS
-from hf_paged.engine.beam_request import BeamRequest
+from hf_paged.engine.beam_run import BeamRun
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.decoding_loop import DecodingLoop
 from hf_paged.engine.openmp import rest_threads
 from hf_paged.engine.room import Room
 from hf_paged.engine.row_store import RowStore
 from hf_paged.engine.run import Run
-from hf_paged.engine.sampled_request import SampleCall, SampledRequest, TokenCallback
+from hf_paged.engine.sampled_run import CallRows, SampledRun, TokenCallback
 from hf_paged.memory.streams import let_caller_first, on_steps_stream
 from hf_paged.model.weights_version import WeightsKey
 from hf_paged.sampling.logprobs import TokenLogprobs
@@ -104,7 +104,7 @@ class Calls:
     @deferred_interrupt()
     def start(
         self,
-        call: SampleCall,
+        call: CallRows,
         on_token: TokenCallback | None = None,
         waits: bool = True,
         on_end: Callable[[Run], None] | None = None,
@@ -140,9 +140,9 @@ class Calls:
                     weights_key = core.weights_key()
                 batch_key = core.batch_key()
                 if call.beams is not None:
-                    run = BeamRequest(call, core.pool, core.worker, weights_key, batch_key, end)
+                    run = BeamRun(call, core.pool, core.worker, weights_key, batch_key, end)
                 else:
-                    run = SampledRequest(call, core.pool, core.worker, weights_key, batch_key, on_token, end)
+                    run = SampledRun(call, core.pool, core.worker, weights_key, batch_key, on_token, end)
                 with PROCESS.lock:  # models that wait for each other's steps would do so for ever
                     if call.draft_model is not None:
                         call.draft_model.check()
@@ -158,7 +158,7 @@ class Calls:
                 self.cancel(run)  # Ctrl-C, held back until the end of the transaction
             raise
 
-    def run(self, call: SampleCall, stream: TokenStream | None = None) -> Run:
+    def run(self, call: CallRows, stream: TokenStream | None = None) -> Run:
         """Starts a call and waits for its end, on this thread, which runs the steps if it is alone.
 
         Args:
@@ -172,7 +172,7 @@ class Calls:
             run = self.start(call, on_token, on_end=on_end)
             try:
                 if stream is not None:
-                    if isinstance(run, SampledRequest):
+                    if isinstance(run, SampledRun):
                         run.run_alone(stream.hand_out)
                     stream.follow()
                 run.wait()
@@ -188,7 +188,7 @@ class Calls:
 
     def cancel(self, run: Run, row: int | None = None) -> None:
         """Ends a run, or one of its rows, before the next step. Takes no lock."""
-        if row is not None and isinstance(run, SampledRequest):  # of beams none ends by itself
+        if row is not None and isinstance(run, SampledRun):  # of beams none ends by itself
             self._core.post(partial(run.cancel_row, row), between_steps=True)
         else:
             self._core.post(run.cancel, between_steps=True)

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from hf_paged.attention.cache import PagedCache
 from hf_paged.engine.beam_search import BeamSearchLoop
-from hf_paged.engine.sampled_request import SampleCall
+from hf_paged.engine.sampled_run import CallRows
 from hf_paged.model.cache_argument import CACHE_ARGUMENTS
 from hf_paged.model.host_call import HostCall
 from hf_paged.sampling.controls import SamplingControls
@@ -47,7 +47,7 @@ class PreparedCall:
     host: HostCall | None = None
     is_submitted: bool = False
     states: GeneratorStates = field(default_factory=dict)
-    rows: SampleCall | None = None
+    rows: CallRows | None = None
     run: Callable[[PreparedCall, Any], Any] | None = None
     watch: BeamSearchLoop | None = None
     num_blocks: int = 0

@@ -71,10 +71,10 @@ class RemoteRows:
     def read_tokens(
         self, layer: int, sequences: list[Sequence | None], padding: list[int], width: int
     ) -> tuple[Tensor, Tensor]:
-        raise not_shared_out("reading the keys and values of a PagedCache")
+        raise unsupported_on_ranks("reading the keys and values of a PagedCache")
 
 
-def not_shared_out(what: str) -> UnsupportedCallError:
+def unsupported_on_ranks(what: str) -> UnsupportedCallError:
     """What is not done on several ranks."""
     return UnsupportedCallError(
         f"{what} is not supported over several processes (tp_plan): give a cache of transformers' own as "

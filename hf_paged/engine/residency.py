@@ -11,7 +11,7 @@ from hf_paged.core.batch import Batch
 from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.sequence import Sequence, SequenceGroup
 from hf_paged.engine.core import EngineCore
-from hf_paged.engine.forward_request import ForwardRequest
+from hf_paged.engine.forward_run import ForwardRun
 
 
 class Residency:
@@ -77,10 +77,10 @@ class Residency:
                 return
             for sequence in lost:
                 sequence.group.batch_key = core.batch_key()
-        request: ForwardRequest | None = None
+        request: ForwardRun | None = None
         try:
             with core.transaction():
-                request = ForwardRequest(core.pool, core.worker, lost, np.empty((len(lost), 0), dtype=np.int64))
+                request = ForwardRun(core.pool, core.worker, lost, np.empty((len(lost), 0), dtype=np.int64))
             request.logits()
         except BaseException:
             if request is not None:

@@ -16,7 +16,7 @@ from hf_paged.core.sequence import Sequence
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.decoding_loop import DecodingLoop
 from hf_paged.engine.kv_pool import KV_DTYPES
-from hf_paged.engine.remote_rows import not_shared_out
+from hf_paged.engine.remote_rows import unsupported_on_ranks
 from hf_paged.engine.residency import Residency
 from hf_paged.kernels import reference
 from hf_paged.kernels.transfers import to_device
@@ -138,7 +138,7 @@ class RowStore:
         Zeros in the padding, for `None`, and where a layer with a window has given tokens back.
         """
         if self._core.ranks is not None:
-            raise not_shared_out("reading the keys and values of a PagedCache")
+            raise unsupported_on_ranks("reading the keys and values of a PagedCache")
         held = [sequence for sequence in sequences if sequence is not None]
         with among_steps(self._pool.kv_device), self.residency.holding(held), self.transaction():
             group = self._group(layer)

@@ -23,13 +23,13 @@ from hf_paged.engine.loop_request import run_later, run_prepared, score
 from hf_paged.engine.many_prompts import generate_all
 from hf_paged.engine.prepared_call import PreparedCall
 from hf_paged.engine.prompts import check_arguments, one_prompt
+from hf_paged.engine.rank_request import hear_end, request_key, tell_end
 from hf_paged.engine.request import Request, RequestOutput, RequestState
 from hf_paged.engine.request_threads import LoopJob, RequestThreads, waiting
 from hf_paged.engine.room import Room
 from hf_paged.engine.run import Run
-from hf_paged.engine.sampled_request import SampleCall
+from hf_paged.engine.sampled_run import CallRows
 from hf_paged.engine.scoring import LogitRows
-from hf_paged.engine.shared_request import hear_end, request_key, tell_end
 from hf_paged.model.weights_version import WeightsKey
 from hf_paged.parallel.channel import RankError
 from hf_paged.sampling.controls import SamplingControls
@@ -180,11 +180,11 @@ class Submissions:
         ranks, outer, number = self._core.ranks, call_context(), None
         if isinstance(ranks, Follower):
             return self._follow(ranks, state, *key)
-        if ranks is not None and not outer.is_shared:
+        if ranks is not None and not outer.is_known_to_ranks:
             number = ranks.begin(*key)
         try:
             salt = outer.cache_salt if cache_salt is None else cache_salt
-            with within(cache_salt=salt, is_shared=ranks is not None):
+            with within(cache_salt=salt, is_known_to_ranks=ranks is not None):
                 begin(active, state)
             if self._active.get(state.request_id) is not active:  # it has ended, and learned more since
                 active.end()
@@ -217,9 +217,7 @@ class Submissions:
         call.control(controls)
         return call
 
-    def _start_rows(
-        self, rows: SampleCall, weights_key: WeightsKey | None, active: _Active, state: RequestState
-    ) -> None:
+    def _start_rows(self, rows: CallRows, weights_key: WeightsKey | None, active: _Active, state: RequestState) -> None:
         def end(run: Run) -> None:
             active.end()
             if run.error is not None:

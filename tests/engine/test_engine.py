@@ -26,7 +26,7 @@ from helpers.user_code import Asker, NextToken, StopAll
 from helpers.waiting import PATIENCE, eventually
 from hf_paged import PagedCache, Request, RequestOutput
 from hf_paged.engine import many_prompts
-from hf_paged.engine.sampled_request import SampledRequest
+from hf_paged.engine.sampled_run import SampledRun
 from hf_paged.engine.submission import Submissions
 from hf_paged.model.weights_version import WeightsVersion
 
@@ -471,7 +471,7 @@ def test_finished_requests_leave_nothing(pair: Pair) -> None:
 
     def count() -> int:
         gc.collect()
-        kinds = (SampledRequest, Request, hf_paged.PagedCache)
+        kinds = (SampledRun, Request, hf_paged.PagedCache)
         return sum(isinstance(item, kinds) for item in gc.get_objects())
 
     before = count()

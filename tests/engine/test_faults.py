@@ -37,8 +37,8 @@ from helpers.user_code import USER_CODE, Boom, NextToken, Sleeper
 from helpers.waiting import PATIENCE, eventually
 from hf_paged.attention.pool_attention import PoolAttention
 from hf_paged.core.process import PROCESS
-from hf_paged.engine.beam_request import BeamRequest
-from hf_paged.engine.sampled_request import SampledRequest
+from hf_paged.engine.beam_run import BeamRun
+from hf_paged.engine.sampled_run import SampledRun
 from hf_paged.memory.kv_cache import KVCache
 from hf_paged.model.packed_forward import PackedForward
 
@@ -300,10 +300,10 @@ def test_ctrl_c_at_any_moment(pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("owner", "method", "given"),
     [
-        (BeamRequest, "__init__", {"num_beams": 2}),
+        (BeamRun, "__init__", {"num_beams": 2}),
         (PackedForward, "wanted_logits", {"logits_processor": [NextToken()]}),
-        (SampledRequest, "__init__", {"prompt_lookup_num_tokens": 2}),
-        (SampledRequest, "__init__", {}),
+        (SampledRun, "__init__", {"prompt_lookup_num_tokens": 2}),
+        (SampledRun, "__init__", {}),
     ],
     ids=["beams", "loop", "lookup", "rows"],
 )

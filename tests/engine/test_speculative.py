@@ -31,7 +31,7 @@ from hf_paged.api.drafting import draft_model_of
 from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.engine.draft_budget import PAUSE, RowBudget
 from hf_paged.engine.prepared_call import PreparedCall
-from hf_paged.engine.sampled_request import SampleCall, SampledRequest
+from hf_paged.engine.sampled_run import CallRows, SampledRun
 from hf_paged.sampling.lookup import LookupRules, LookupSettings, PromptLookup
 from hf_paged.sampling.random import NoiseAhead, SamplingNoise, StepNoise
 
@@ -51,17 +51,17 @@ POOLS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def speculated(monkeypatch: pytest.MonkeyPatch) -> list[SampledRequest]:
+def speculated(monkeypatch: pytest.MonkeyPatch) -> list[SampledRun]:
     """The calls whose drafts the engine has verified."""
-    found: list[SampledRequest] = []
-    original = SampledRequest.__init__
+    found: list[SampledRun] = []
+    original = SampledRun.__init__
 
-    def noting(self: SampledRequest, call: SampleCall, *args: Any) -> None:
+    def noting(self: SampledRun, call: CallRows, *args: Any) -> None:
         original(self, call, *args)
         if call.has_drafts:
             found.append(self)
 
-    monkeypatch.setattr(SampledRequest, "__init__", noting)
+    monkeypatch.setattr(SampledRun, "__init__", noting)
     return found
 
 
@@ -106,7 +106,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_alone(make_pair: MakePair, speculated: list[SampledRequest], name: str) -> None:
+def test_alone(make_pair: MakePair, speculated: list[SampledRun], name: str) -> None:
     """Would break: another draft than stock's, which draws for each; a draft forbidden there, allowed here."""
     num_calls = 0
     pair = make_pair()
@@ -130,7 +130,7 @@ def test_alone_in_any_pool(make_pair: MakePair, pool: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["best_repeating", "drawn_repeating"])
 @pytest.mark.usefixtures("full_budget")
-def test_preempted_amid_its_drafts(make_pair: MakePair, speculated: list[SampledRequest], name: str) -> None:
+def test_preempted_amid_its_drafts(make_pair: MakePair, speculated: list[SampledRun], name: str) -> None:
     """Would break: a row computed again for logits that it has been given, which then belong to other drafts."""
     pair = make_pair(max_num_batched_tokens=2, enable_prefix_caching=False)
     given = {"input_ids": repeating(10), "max_new_tokens": 16, "eos_token_id": None} | LOOKUP | SETTINGS[name]
@@ -163,7 +163,7 @@ BATCHES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("model", ["llama", "gpt2", "gemma2", "mistral"])
 @pytest.mark.parametrize("name", BATCHES)
-def test_batches(make_pair: MakePair, speculated: list[SampledRequest], model: str, name: str) -> None:
+def test_batches(make_pair: MakePair, speculated: list[SampledRun], model: str, name: str) -> None:
     """Would break: a row's draft taken for another's; stock raises, so the tokens are those without drafts."""
     given = dict(BATCHES[name])
     batch = ragged_batch(given.pop("lengths", (21, 14, 9, 2)))
@@ -178,7 +178,7 @@ def test_batches(make_pair: MakePair, speculated: list[SampledRequest], model: s
 
 
 @pytest.mark.parametrize("name", ["prompt_lookup_num_tokens", "assistant_model"])
-def test_what_a_batch_does_without(pair: Pair, speculated: list[SampledRequest], name: str) -> None:
+def test_what_a_batch_does_without(pair: Pair, speculated: list[SampledRun], name: str) -> None:
     """Would break: an error about batches from stock's loop, or silence about drafts that are left out."""
     given = ragged_batch() | {"max_new_tokens": 6, "pad_token_id": PAD}
     more = {"return_dict_in_generate": True, "output_scores": True}
@@ -235,7 +235,7 @@ def test_drawn_batches(make_pair: MakePair, pool: str, source: str, name: str) -
 
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.usefixtures("any_budget")
-def test_beside_each_other(make_pair: MakePair, speculated: list[SampledRequest], pool: str) -> None:
+def test_beside_each_other(make_pair: MakePair, speculated: list[SampledRun], pool: str) -> None:
     """Would break: rows preempted between their logits and their tokens, drafts of one step taken for the next's."""
     pair = make_pair(**POOLS[pool])
     jobs: list[dict[str, Any]] = []
@@ -304,7 +304,7 @@ def test_settings_that_are_none(pair: Pair, arguments: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["the_same", "another", "one_that_fails"])
-def test_a_draft_model(make_pair: MakePair, speculated: list[SampledRequest], kind: str) -> None:
+def test_a_draft_model(make_pair: MakePair, speculated: list[SampledRun], kind: str) -> None:
     """Would break: drafts of one row for another, a draft model's error that hangs its caller, blocks left in pools."""
     pair = make_pair()
     draft = draft_model(pair.stock if kind == "the_same" else None)

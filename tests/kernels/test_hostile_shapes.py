@@ -528,9 +528,7 @@ def test_position_ids_of_more_rows(make_pair: Callable[..., Pair]) -> None:
             if name == "bloom":
                 pair.generate(input_ids=ids, position_ids=positions, **GREEDY)
                 continue
-            with pytest.raises(
-                (RuntimeError, ValueError), match=r"must match the size|position_ids of \d rows"
-            ):
+            with pytest.raises((RuntimeError, ValueError), match=r"must match the size|position_ids of \d rows"):
                 pair.paged.generate(ids, position_ids=positions, **GREEDY)
             pair.assert_all_free()
 

@@ -1,4 +1,4 @@
-"""`SampledRequest`: a greedy or sampling call whose rows the engine drives, each as fast as it gets its logits."""
+"""`SampledRun`: a greedy or sampling call whose rows the engine drives, each as fast as it gets its logits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TokenCallback = Callable[[int, int, TokenLogprobs | None, bool], None]
 
 
 @dataclass(slots=True)
-class SampleCall:
+class CallRows:
     """A call's rows as transformers prepared them for its `_sample` loop, with what the host needs to know about them.
 
     Attributes:
@@ -98,7 +98,7 @@ class SampleCall:
 
 
 def new_sequences(
-    call: SampleCall, pool: KVPool, owner: object, weights_key: WeightsKey, batch_key: Hashable
+    call: CallRows, pool: KVPool, owner: object, weights_key: WeightsKey, batch_key: Hashable
 ) -> list[tuple[int, Sequence]]:
     """A sequence for each prompt of a call, in a group of its own, and the first of the prompt's rows.
 
@@ -121,7 +121,7 @@ def new_sequences(
     return found
 
 
-class SampledRequest(Run):
+class SampledRun(Run):
     """Rows that are scheduled, sampled and finished one by one.
 
     Whatever runs beside it, and whichever of its rows are ahead, the tokens are those of transformers' loop over the
@@ -137,7 +137,7 @@ class SampledRequest(Run):
 
     def __init__(
         self,
-        call: SampleCall,
+        call: CallRows,
         pool: KVPool,
         worker: StepWorker,
         weights_key: WeightsKey,

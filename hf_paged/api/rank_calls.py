@@ -24,9 +24,9 @@ from hf_paged.sampling.random import DRAWS
 logger = logging.get_logger(__name__)
 
 
-def share_loop(engine: Engine, method: str, call: PreparedCall, device: torch.device, run: Callable[[], Any]) -> Any:
+def run_on_ranks(engine: Engine, method: str, call: PreparedCall, device: torch.device, run: Callable[[], Any]) -> Any:
     """Runs one of transformers' loops, or what stands for it, on one rank, or on rank 0 for all."""
-    if engine.ranks is None or call.cache is None or call_context().is_shared:
+    if engine.ranks is None or call.cache is None or call_context().is_known_to_ranks:
         return run()
     assistant = call.others.get("assistant_model")
     if assistant is not None and ranks_of(assistant) is not None and getattr(assistant, "paged", None) is None:
@@ -46,9 +46,9 @@ def share_loop(engine: Engine, method: str, call: PreparedCall, device: torch.de
     return _follow(engine.ranks, digest, text, call.cache, device, call.others.get("streamer"), width)
 
 
-def share_forward(engine: Engine, cache: PagedCache, given: dict[str, Any], run: Callable[[], Any]) -> Any:
+def forward_on_ranks(engine: Engine, cache: PagedCache, given: dict[str, Any], run: Callable[[], Any]) -> Any:
     """Runs a caller's forward over a `PagedCache` on one rank, or on rank 0 for all."""
-    if engine.ranks is None or call_context().is_shared:
+    if engine.ranks is None or call_context().is_known_to_ranks:
         return run()
     ids = given.get("input_ids")
     text = f"forward of {'embeddings' if ids is None else f'ids {list(ids.shape)}'} over a PagedCache"
@@ -63,7 +63,7 @@ def run_in_turn(engine: Engine, given: dict[str, Any], run: Callable[[], Any]) -
     ranks = engine.ranks
     if ranks is None:
         return run()
-    if call_context().is_shared:
+    if call_context().is_known_to_ranks:
         raise UnsupportedCallError(
             "a forward without a PagedCache inside a call (a processor that runs the model, guidance_scale) is not "
             "supported over several processes (tp_plan): the other ranks don't run that code"
@@ -80,7 +80,7 @@ def run_in_turn(engine: Engine, given: dict[str, Any], run: Callable[[], Any]) -
 def _lead(leader: Leader, digest: bytes, text: str, cache: PagedCache, run: Callable[[], Any]) -> Any:
     number, entry = leader.begin(digest, text), call_context().states
     try:
-        with within(is_shared=True):
+        with within(is_known_to_ranks=True):
             result = run()
     except BaseException as error:
         if not isinstance(error, RankError):

@@ -1,4 +1,4 @@
-"""`ForwardRequest`: a caller's forward while the worker computes it together with all others'."""
+"""`ForwardRun`: a caller's forward while the worker computes it together with all others'."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_paged.memory.streams import Handover, hand_out
 from hf_paged.sampling.sampler import SamplingBatch
 
 
-class ForwardRequest(Run):
+class ForwardRun(Run):
     """Sequences whose uncomputed tokens a waiting caller wants computed, and the logits it wants of them.
 
     Attributes:

@@ -16,7 +16,7 @@ from helpers.pairs import Pair
 from helpers.requests import ENDLESS, settle
 from helpers.waiting import PATIENCE, eventually
 from hf_paged.engine import executor
-from hf_paged.engine.beam_request import BeamRequest
+from hf_paged.engine.beam_run import BeamRun
 from hf_paged.sampling import beams
 from hf_paged.sampling.beams import BeamBatch, BeamSearch, BeamSettings
 
@@ -34,16 +34,16 @@ POOLS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def searched(monkeypatch: pytest.MonkeyPatch) -> list[BeamRequest]:
+def searched(monkeypatch: pytest.MonkeyPatch) -> list[BeamRun]:
     """The calls whose beams the engine has searched."""
-    found: list[BeamRequest] = []
-    original = BeamRequest.__init__
+    found: list[BeamRun] = []
+    original = BeamRun.__init__
 
-    def noting(self: BeamRequest, *args: Any) -> None:
+    def noting(self: BeamRun, *args: Any) -> None:
         original(self, *args)
         found.append(self)
 
-    monkeypatch.setattr(BeamRequest, "__init__", noting)
+    monkeypatch.setattr(BeamRun, "__init__", noting)
     return found
 
 
@@ -55,7 +55,7 @@ def with_draws(generate: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("do_sample", [False, True], ids=["best", "drawn"])
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
-def test_all_settings(pair: Pair, searched: list[BeamRequest], early_stopping: bool | str, do_sample: bool) -> None:
+def test_all_settings(pair: Pair, searched: list[BeamRun], early_stopping: bool | str, do_sample: bool) -> None:
     """Would break: any rule of transformers' search, the quirk included that a pad token of 0 fills with eos."""
     num_calls = 0
     for num_beams, penalty, eos, pad, returned in itertools.product(
@@ -89,7 +89,7 @@ CONSTRAINTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CONSTRAINTS)
-def test_constraints(pair: Pair, searched: list[BeamRequest], name: str) -> None:
+def test_constraints(pair: Pair, searched: list[BeamRun], name: str) -> None:
     """Would break: ties among what is left, and processors that read the tokens of a beam that came from another."""
     given = {"num_beams": 4, "eos_token_id": SOME_EOS, "max_new_tokens": 8, "num_return_sequences": 2}
     given |= CONSTRAINTS[name]
@@ -118,7 +118,7 @@ def test_ties(make_pair: MakePair, num_levels: int) -> None:
 
 
 @pytest.mark.parametrize("pool", POOLS)
-def test_beside_each_other(make_pair: MakePair, searched: list[BeamRequest], pool: str) -> None:
+def test_beside_each_other(make_pair: MakePair, searched: list[BeamRun], pool: str) -> None:
     """Would break: candidates of one call taken for another's, beams preempted between their logits and their token."""
     pair = make_pair(**POOLS[pool])
     jobs: list[dict[str, Any]] = []
@@ -276,7 +276,7 @@ def test_together_as_alone(num_beams: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first.state, second.state, strict=True))
 
 
-def test_the_engine_takes_what_it_should(pair: Pair, searched: list[BeamRequest]) -> None:
+def test_the_engine_takes_what_it_should(pair: Pair, searched: list[BeamRun]) -> None:
     """Would break: a call whose scores, criteria or processors are its caller's is searched by the engine."""
     ids = random_ids(1, 5)
     given = {"num_beams": 2, "max_new_tokens": 3} | ENDLESS

@@ -1,4 +1,4 @@
-"""`BeamRequest`: a beam search whose prompts the engine drives, beside all others'."""
+"""`BeamRun`: a beam search whose prompts the engine drives, beside all others'."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_paged.core.batch import Batch
 from hf_paged.core.sequence import Sequence
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.engine.run import Row, Run
-from hf_paged.engine.sampled_request import SampleCall, new_sequences
+from hf_paged.engine.sampled_run import CallRows, new_sequences
 from hf_paged.engine.worker import StepWorker
 from hf_paged.kernels.transfers import to_device
 from hf_paged.model.weights_version import WeightsKey
@@ -45,7 +45,7 @@ class _Prompt:
     is_decided: bool = False
 
 
-class BeamRequest(Run):
+class BeamRun(Run):
     """Beams that are scheduled, scored, forked and finished by the engine.
 
     The prompts of a call keep in step with each other, as in transformers' loop, whose end depends on all of them;
@@ -55,14 +55,14 @@ class BeamRequest(Run):
 
     def __init__(
         self,
-        call: SampleCall,
+        call: CallRows,
         pool: KVPool,
         worker: StepWorker,
         weights_key: WeightsKey,
         batch_key: Hashable,
         on_end: Callable[[], None] | None = None,
     ) -> None:
-        """Queues the prompts. The pool's lock is held. See `SampledRequest`."""
+        """Queues the prompts. The pool's lock is held. See `SampledRun`."""
         super().__init__(pool, worker, on_end)
         assert call.beams is not None
         self._call = call

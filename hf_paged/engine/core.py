@@ -75,9 +75,7 @@ class EngineCore:
         latents = Latents(model, traits.layers)
         self.weights_version = state = WeightsVersion(model, self.layers, latents)
         # What a user's own code sees is its to keep, and must be ordinary tensors.
-        self.bound = bound = BoundModel(
-            model, forward, self.layers.scope, traits, lambda: state.is_plain, config, latents
-        )
+        self.bound = bound = BoundModel(model, forward, self.layers.scope, traits, state, config, latents)
         self.runner = ModelRunner(bound, lambda: state.num_moves, config)
         groups = CacheGroups.of(traits.stored)
         self.pool = KVPool(

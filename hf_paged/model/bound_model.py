@@ -21,6 +21,7 @@ from hf_paged.model.mixers import Mixers
 from hf_paged.model.placement import Placement
 from hf_paged.model.token_inputs import TokenInputs
 from hf_paged.model.traits import ModelTraits
+from hf_paged.model.weights_version import WeightsVersion
 from hf_paged.model.wrapper import InnerCall, Twin, Wrapper, put_in
 
 DEFAULT_CONTEXT = 8192  # tokens of the longest sequence, of a model that doesn't say
@@ -43,7 +44,7 @@ class BoundModel:
         forward: Callable[..., Any],
         layers: Callable[[], AbstractContextManager[None]],
         traits: ModelTraits,
-        is_plain: Callable[[], bool],
+        weights: WeightsVersion,
         config: PagedConfig,
         latents: Latents,
     ) -> None:
@@ -52,7 +53,7 @@ class BoundModel:
         Args:
             forward: The forward function of its class before patching, unbound.
             layers: Within it, layers of the model are computed in the engine's way.
-            is_plain: Whether nothing but known code runs in forwards now.
+            weights: Knows which code runs in forwards now.
         """
         self._model = weakref.ref(model)
         self._placement = Placement(model)
@@ -66,7 +67,7 @@ class BoundModel:
         self.output_type = output_type(forward)
         self.cache_argument = cache_argument(forward)
         self._mixers = Mixers(model, traits.mixers)
-        self._is_plain = is_plain
+        self._weights = weights
         self._config = config
         self._prepared: tuple[int, ExitStack] | None = None  # the thread whose forwards find the model as they need it
         self._inside: int | None = None  # the thread that is in a step's forward
@@ -128,17 +129,18 @@ class BoundModel:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing but torch's and transformers' own code runs in forwards now."""
-        return self._is_plain()
+        """Whether nothing but known code runs in forwards now, and no user's."""
+        return self._weights.is_plain
 
     @property
     def may_infer(self) -> bool:
-        return self.runs_known_code and not self._placement.is_offloaded  # which gives the model tensors to keep
+        keeps_nothing = self.traits.allows_inference_mode and self._weights.keeps_nothing
+        return keeps_nothing and not self._placement.is_offloaded  # which gives the model tensors to keep
 
     @property
     def runs_known_code(self) -> bool:
         """Whether a forward that belongs to no call leaves the model as it is."""
-        return self.traits.allows_inference_mode and self._is_plain()
+        return self.traits.allows_inference_mode and self.is_plain
 
     def mode(self) -> AbstractContextManager[Any]:
         """What forwards of steps run in: inference mode, where that can do no harm, in any case without gradients."""

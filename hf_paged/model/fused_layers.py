@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_paged.kernels.layers import InputError, LayerKernels
-from hf_paged.model.module_overrides import ModuleOverride, Survey, has_hooks, is_library_code, is_untouched
+from hf_paged.model.module_overrides import KNOWN, ModuleOverride, Survey, has_hooks, is_library_code, is_untouched
 from hf_paged.model.trial import agrees, attempt
 
 # The activations x * sigmoid(linear * x + cubic * x³): SiLU, GELU by tanh (tanh(u) is 2 sigmoid(2u) - 1), quick GELU.
@@ -116,7 +116,7 @@ def find_gated_mlp(module: Any, survey: Survey) -> GatedMLP | None:
     width = getattr(first, "in_features", None)
     if coefficients is None or not isinstance(width, int):
         return None
-    if not all(is_library_code(part) and not has_hooks(part) for part in module.modules()):
+    if not is_library_code(module) or not all(is_library_code(p, KNOWN) and not has_hooks(p) for p in module.modules()):
         return None
     call = GatedMLP(module, kernels, name, coefficients)
     settings = {name: value for name, value in vars(module).items() if isinstance(value, bool | int | float | str)}

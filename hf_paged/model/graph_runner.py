@@ -96,12 +96,13 @@ class GraphRunner:
         kv_cache = attention.kv_cache
         max_blocks = min(kv_cache.num_blocks, -(-self._model.max_context // kv_cache.block_size))
         max_num_seqs = min(self._config.max_num_seqs, kv_cache.num_blocks)
-        packed, pool, is_compiled = self._packed, weakref.ref(attention), self._config.compile_decode
+        model, packed, pool = self._model, self._packed, weakref.ref(attention)
+        is_compiled = self._config.compile_decode
 
         def forward(ids: Tensor, positions: Tensor, metadata: Sequence[DecodeMetadata]) -> Tensor:
             own = pool()
             assert own is not None
-            with torch.inference_mode():
+            with model.mode():
                 return packed.run(TokenInputs(ids, positions), metadata, own, None, is_compiled=is_compiled)
 
         return DecodeGraphs(forward, kv_cache, max_num_seqs, max_blocks, record)

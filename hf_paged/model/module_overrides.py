@@ -21,6 +21,9 @@ SharedT = TypeVar("SharedT")
 
 # Where `module.compile()` leaves its result: called instead of the module, never copied nor pickled with it.
 CALL = "_compiled_call_impl"
+# Packages whose modules do nothing but compute. Those of the others, adapters and quantised layers, may keep tensors.
+LIBRARY = ("torch", "transformers", "hf_paged")
+KNOWN = (*LIBRARY, "peft", "bitsandbytes", "gptqmodel", "hqq", "torchao", "kernels")
 
 
 class ModuleOverride:
@@ -167,13 +170,13 @@ def _captures(hook: Any) -> bool:
     return getattr(hook, "__globals__", {}).get("__name__") == output_capturing.__name__
 
 
-def is_library_code(module: nn.Module) -> bool:
-    """Whether its forward is torch's or transformers': to be called for a trial, it does nothing but compute."""
-    return "forward" not in vars(module) and is_of_library(type(module))
+def is_library_code(module: nn.Module, packages: tuple[str, ...] = LIBRARY) -> bool:
+    """Whether its forward is one of these packages: to be called for a trial, it does nothing but compute."""
+    return "forward" not in vars(module) and is_of_library(type(module), packages)
 
 
-def is_of_library(kind: type[nn.Module]) -> bool:
-    """Whether the forward of a class is torch's or transformers', with all that is wrapped around it but by `patch`.
+def is_of_library(kind: type[nn.Module], packages: tuple[str, ...] = LIBRARY) -> bool:
+    """Whether the forward of a class is of these packages, with all that is wrapped around it but by `patch`.
 
     Looks at functions' globals: a wrapper may have taken on the name, and the module's, of what it wraps.
     """
@@ -182,4 +185,4 @@ def is_of_library(kind: type[nn.Module]) -> bool:
     while function is not None:
         names.append(str(getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", "")))
         function = getattr(function, "__wrapped__", None)
-    return all(name.partition(".")[0] in ("torch", "transformers", "hf_paged") for name in names)
+    return all(name.partition(".")[0] in packages for name in names)

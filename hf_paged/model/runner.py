@@ -48,7 +48,7 @@ class ModelRunner:
             `[K, vocab_size]`, of the rows that the batch wants; of its first token if it wants none.
         """
         model = self._model
-        if model.may_infer and batch.is_decode:
+        if batch.is_decode and model.runs_known_code and not model.is_offloaded:
             logits = self.graphs.replay(batch, attention, chosen)
             if logits is not None:
                 return logits

@@ -18,7 +18,7 @@ from hf_paged.core.process import PROCESS, Lasting
 from hf_paged.model.hooks import HookWatch, all_modules, hook_name, is_for_rows
 from hf_paged.model.latents import Latents
 from hf_paged.model.layers import Layers
-from hf_paged.model.module_overrides import CALL, is_library_code, is_of_library
+from hf_paged.model.module_overrides import CALL, KNOWN, LIBRARY, is_library_code, is_of_library
 from hf_paged.model.placement import Placement
 from hf_paged.model.sharding import ranks_of, why_not_whole
 from hf_paged.model.spread import is_wrapped, offloading, stored
@@ -49,7 +49,7 @@ class WeightsVersion(Lasting):
     Attributes:
         hooks: The model's forward hooks.
         num_moves: How often something changed by which recorded steps are another program: weights that lie elsewhere
-            in memory or are of another shape, code, numbers.
+            in memory or are of another shape, code, numbers, adapters.
         state: The last key, but for autocast: what is the same on all threads.
     """
 
@@ -84,7 +84,7 @@ class WeightsVersion(Lasting):
         self._tuners: list[weakref.ref[nn.Module]] = []
         self._fetched: dict[int, list[Any]] = {}  # hooks that offload, by the place of their module
         self._placement = Placement(model)
-        self._is_library = False
+        self._is_known = self._is_library = False
         self._epoch = 0
         self.hooks = HookWatch()
         self.num_moves = 0
@@ -126,14 +126,15 @@ class WeightsVersion(Lasting):
             self._was_stepped = False
         if not is_same_weights or not is_same_program:
             self._epoch += 1
-        if is_moved or not is_same_program:
+        adapters = _adapters(tuners)
+        if is_moved or not is_same_program or self.state[1:2] != (adapters,):
             self.num_moves += 1
         if self._layers is not None and not (are_same_kinds and is_same_program):
             self._layers.forget()
         device = placed[1].type if (placed := self._placement()) is not None else "cpu"
         is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         autocast = torch.get_autocast_dtype(device) if is_autocast else None
-        state = (self._epoch, _adapters(tuners), self.hooks.numbers)
+        state = (self._epoch, adapters, self.hooks.numbers)
         if self._latents is not None and state != self.state:
             if self._latents.has_copies:  # recorded steps read them
                 self.num_moves += 1
@@ -191,8 +192,12 @@ class WeightsVersion(Lasting):
             # Within accelerate's hooks, which move and fetch, it is the class's forward that computes; in steps, within
             # whatever a user has put on the model itself.
             model = modules[0]
-            self._is_library = all(
-                is_library_code(m) or ((m is model or is_wrapped(m)) and is_of_library(type(m))) for m in modules
+            self._is_known, self._is_library = (
+                all(
+                    is_library_code(m, packages) or ((m is model or is_wrapped(m)) and is_of_library(type(m), packages))
+                    for m in modules
+                )
+                for packages in (KNOWN, LIBRARY)
             )
             self._fetched = {index: hooks for index, module in enumerate(modules) if (hooks := offloading(module))}
             self._tuners = [weakref.ref(module) for module in modules if is_tuner(module)]
@@ -235,7 +240,7 @@ class WeightsVersion(Lasting):
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing but torch's and transformers' own code runs in the model's forward.
+        """Whether nothing but code of `KNOWN` packages runs in the model's forward.
 
         Modules are looked at when the state is asked for; hooks also when one was registered anywhere.
         """
@@ -243,7 +248,12 @@ class WeightsVersion(Lasting):
             self.key()
         if self.hooks.is_outdated:
             self.look_at_hooks()
-        return self._is_library and not self.hooks.numbers
+        return self._is_known and not self.hooks.numbers
+
+    @property
+    def keeps_nothing(self) -> bool:
+        """Whether, besides, none of its modules may keep tensors that it computes."""
+        return self.is_plain and self._is_library
 
     def foreign(self) -> str:
         """Names of the modules' classes and of hooks that are not torch's and transformers' own; maybe none."""

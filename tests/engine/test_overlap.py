@@ -136,6 +136,38 @@ def test_not_where_a_users_code_runs_in_the_model() -> None:
     check_idle(model)
 
 
+def test_adapters_change_nothing_but_their_own_layers() -> None:
+    peft = pytest.importorskip("peft")
+    settings = {"r": 4, "target_modules": ["q_proj", "down_proj"], "layers_to_transform": [0]}
+
+    def tuned() -> Any:
+        model = peft.get_peft_model(build("llama"), peft.LoraConfig(**settings), adapter_name="one")
+        model.add_adapter("two", peft.LoraConfig(**settings))
+        generator = torch.Generator().manual_seed(0)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data = torch.randn(parameter.shape, generator=generator)
+        return model.eval()
+
+    stock, model, ids = tuned(), tuned(), random_ids(2, 6)
+    inner = hf_paged.patch(model, num_blocks=128, block_size=4, use_async_batching=True).get_base_model()
+    texts = []
+    for name in ("one", "two", "one"):
+        for one in (stock, model):
+            one.set_adapter(name)
+        with watched(inner) as events:
+            texts.append(model.generate(input_ids=ids, **GREEDY))
+        assert torch.equal(texts[-1], stock.generate(input_ids=ids, **GREEDY))
+        assert events[:3] == ["launch", "launch", "collect"]
+    assert not torch.equal(texts[0], texts[1])
+    core, (tuned_layer, plain_layer) = inner.paged.core, inner.model.layers
+    found = {override.module for override in core.layers.found}
+    assert tuned_layer.mlp in found and tuned_layer.self_attn.k_proj in found and tuned_layer not in found
+    assert plain_layer in found, "it is not computed in C"
+    assert core.bound.runs_known_code and not core.bound.may_infer, "PEFT's layers may keep tensors"
+    check_idle(inner)
+
+
 def test_a_caller_that_needs_the_pool_finds_no_step_in_flight() -> None:
     model = patch()
     request = model.paged.submit(random_ids(1, 5), **GREEDY | {"max_new_tokens": 100})

@@ -463,6 +463,27 @@ def test_weights(change: Callable[[Any], None], is_moved: bool, recorder: Record
     assert len(recorder.sizes) == num_recorded * (1 + is_moved)
 
 
+def test_adapters(recorder: Recorder) -> None:
+    """A recording is of the adapters that were active."""
+    peft = pytest.importorskip("peft")
+    ids, pair = random_ids(2, 6), []
+    for model in (build("llama"), build("llama")):
+        for name, seed in (("one", 0), ("two", 1)):
+            torch.manual_seed(seed)
+            model.add_adapter(peft.LoraConfig(r=4, lora_alpha=64, init_lora_weights=False), name)
+        pair.append(model.eval())
+    stock, model = pair[0], hf_paged.patch(pair[1], **SMALL, max_num_seqs=2, cuda_graphs=True)
+    texts = []
+    for name in ("one", "two"):
+        for one in pair:
+            one.set_adapter(name)
+        texts.append(model.generate(ids, **GREEDY))
+        assert torch.equal(texts[-1], stock.generate(ids, **GREEDY))
+        assert recorder.replays and len(recorder.sizes) == 2 * len(texts)
+        recorder.replays.clear()
+    assert not torch.equal(*texts)
+
+
 def test_release(recorder: Recorder) -> None:
     """Memory goes back, the recordings' too; the next call records again."""
     ids = random_ids(2, 6)

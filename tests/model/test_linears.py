@@ -950,7 +950,7 @@ KEEP: dict[str, Callable[[Any, Tensor], Any]] = {
 def test_architectures_that_keep_tensors(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cls = type("Keeps", (Keeps,), {"keep": KEEP[how]})
     # as if they were transformers' own
-    monkeypatch.setattr("hf_paged.model.weights_version.is_library_code", lambda module: True)
+    monkeypatch.setattr("hf_paged.model.weights_version.is_library_code", lambda *_: True)
     report = hf_paged.is_supported(make_llama(cls))
     assert report.traits is not None, report.reasons
     assert report.traits.runs_packed

@@ -58,6 +58,12 @@ def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterat
         assert not thread.is_alive(), "the call hangs"
 
 
+def interrupted(call: Callable[[], Any]) -> None:
+    """A call that waits for ever, until Ctrl-C."""
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    call()
+
+
 def num_steps(pair: Pair) -> int:
     return pair.engine.stats().num_steps
 
@@ -175,9 +181,8 @@ def test_ctrl_c_in_pause(pair: Pair, was_paused: bool) -> None:
         reached()
         if was_paused:
             pair.engine.core.worker.pause._is_on = True
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
-            pair.engine.pause()
+            interrupted(pair.engine.pause)
         assert pair.engine.is_paused == was_paused
     pair.engine.resume()
     request.result(PATIENCE)
@@ -261,9 +266,8 @@ def test_ctrl_c_ends_a_call_that_waits_in_a_pause(make_pair: MakePair, mode: dic
     """Would break: a notebook cell that can't be stopped."""
     pair = make_pair(model)
     pair.engine.pause()
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
-        pair.paged.generate(random_ids(1, 9), max_new_tokens=20, **ENDLESS, **mode)
+        interrupted(lambda: pair.paged.generate(random_ids(1, 9), max_new_tokens=20, **ENDLESS, **mode))
     assert pair.engine.is_paused and pair.engine.stats().num_running == 0
     assert pair.engine.step() is None
     pair.engine.resume()
@@ -511,16 +515,16 @@ def test_resume_before_a_step_has_begun(pair: Pair) -> None:
     settle(pair)
 
 
-def test_ctrl_c_in_a_step(pair: Pair) -> None:
+def test_ctrl_c_in_a_step(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would break: a permission for a step that is not waited for any more, and that the next request uses."""
+    monkeypatch.setattr(pause, "STEP_SECONDS", 1000.0)
     pair.engine.pause()
     with Gate() as gate:
         request = pair.engine.submit(random_ids(1, 9), max_new_tokens=3, **ENDLESS, **gate.arguments)
         assert pair.engine.step() is not None
         assert gate.reached.wait(PATIENCE)
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
-            pair.engine.step()
+            interrupted(pair.engine.step)
     assert is_still(pair)
     assert len(step_all(pair)) == 2 and request.is_done
     pair.engine.resume()

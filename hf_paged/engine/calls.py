@@ -90,13 +90,14 @@ class Calls:
             self._room.wait()  # a request has waited already, and others wait for its thread
             loop = DecodingLoop()
         outer, cache.loop = cache.loop, loop
-        loop.cache, loop.thread_id = cache, threading.get_ident()
+        loop.thread_id = threading.get_ident()
         try:
             with (
                 self._store.held(cache, loop),
                 self._room.reserving(loop, num_blocks),
                 self._core.worker.loop.decoding_loops.running(loop),
             ):
+                loop.cache = cache  # not before it is known to run: until then it is starting
                 yield
         finally:
             cache.loop, loop.cache = outer, None

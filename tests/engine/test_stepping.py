@@ -212,7 +212,7 @@ def test_an_idle_engine_stays_paused(pair: Pair, monkeypatch: pytest.MonkeyPatch
     eventually(lambda: pair.engine.core.worker._thread is None, "the thread doesn't end")
     request = pair.engine.submit(random_ids(1, 9), max_new_tokens=3, **ENDLESS)
     assert is_still(pair)
-    assert len(step_all(pair)) == 3 and request.is_done
+    assert len(step_all(pair)) == 3 and request.result(PATIENCE)
     pair.engine.resume()
     settle(pair)
 
@@ -388,26 +388,27 @@ def test_a_step_waits_for_callers_between_two_forwards(pair: Pair, seconds: floa
     request = pair.engine.submit(
         random_ids(1, 9), max_new_tokens=5, logits_processor=[Sleeper(seconds)], **BEAMS, **ENDLESS
     )
-    assert len(step_all(pair)) == 5 and request.is_done
+    assert len(step_all(pair)) == 5 and request.result(PATIENCE)
     pair.engine.resume()
     settle(pair)
 
 
 def test_a_step_does_not_wait_for_ever(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would break: "step" hangs as long as a caller's own code does."""
-    monkeypatch.setattr(pause, "STEP_SECONDS", 0.1)
+    monkeypatch.setattr(pause, "STEP_SECONDS", 1000.0)
     pair.engine.pause()
     with Gate(1) as gate:
         request = pair.engine.submit(random_ids(1, 9), max_new_tokens=5, **ENDLESS, **gate.arguments)
         assert pair.engine.step() is not None and pair.engine.step() is not None
         assert gate.reached.wait(PATIENCE)
+        monkeypatch.setattr(pause, "STEP_SECONDS", 0.1)
         assert pair.engine.step() is None
         # With something else to run there is no reason to wait for it.
         monkeypatch.setattr(pause, "STEP_SECONDS", 1000.0)
         other = pair.engine.submit(random_ids(1, 5), max_new_tokens=20, **ENDLESS)
         assert all(pair.engine.step() is not None for _ in range(10))
         other.cancel()
-    assert len(step_all(pair)) == 3 and request.is_done
+    assert len(step_all(pair)) == 3 and request.result(PATIENCE)
     pair.engine.resume()
     settle(pair)
 
@@ -424,7 +425,7 @@ def test_stepping_fails_nobody_for_lack_of_room(make_pair: MakePair) -> None:
         other = pair.engine.submit(random_ids(1, 17, seed=2), max_new_tokens=4, **ENDLESS)
         step_all(pair)
     step_all(pair)
-    assert holder.is_done and other.is_done and other.finish_reason == holder.finish_reason == "length"
+    assert {request.result(PATIENCE).finish_reason for request in (holder, other)} == {"length"}
     pair.engine.resume()
     settle(pair)
 
@@ -478,7 +479,7 @@ def test_a_step_that_raises_fails_its_request(pair: Pair, monkeypatch: pytest.Mo
         request.result()
     monkeypatch.setattr(runner, "run", run)
     request = pair.engine.submit(random_ids(1, 9), max_new_tokens=5, **ENDLESS)
-    assert len(step_all(pair)) == 5 and request.is_done
+    assert len(step_all(pair)) == 5 and request.result(PATIENCE)
     pair.engine.resume()
     settle(pair)
 
@@ -517,16 +518,16 @@ def test_resume_before_a_step_has_begun(pair: Pair) -> None:
 
 def test_ctrl_c_in_a_step(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would break: a permission for a step that is not waited for any more, and that the next request uses."""
-    monkeypatch.setattr(pause, "STEP_SECONDS", 1000.0)
     pair.engine.pause()
     with Gate() as gate:
         request = pair.engine.submit(random_ids(1, 9), max_new_tokens=3, **ENDLESS, **gate.arguments)
         assert pair.engine.step() is not None
         assert gate.reached.wait(PATIENCE)
+        monkeypatch.setattr(pause, "STEP_SECONDS", 1000.0)
         with pytest.raises(KeyboardInterrupt):
             interrupted(pair.engine.step)
     assert is_still(pair)
-    assert len(step_all(pair)) == 2 and request.is_done
+    assert len(step_all(pair)) == 2 and request.result(PATIENCE)
     pair.engine.resume()
     settle(pair)
 

@@ -33,7 +33,7 @@ from hf_paged.attention.backends import triton as triton_backend
 from hf_paged.kernels import availability, cpu_layers, launch, reference
 from hf_paged.kernels.latent_maps import LatentMaps
 from hf_paged.kernels.triton_layers import TritonLayers
-from hf_paged.model import cuda_graph, fused_layers
+from hf_paged.model import cuda_graph, layers
 
 # What the launchers read off a device; an sm_100 is an sm_90 to them, but for its processors.
 GPUS = {
@@ -190,7 +190,7 @@ def pretending(gpu: str) -> Iterator[list[int]]:
             (launch.Device, "of", staticmethod(lambda _: GPUS[gpu])),
             (launch, "is_interpreting", lambda: True),  # so that the Triton backend takes CPU tensors
             (triton_backend, "launch_failure", lambda _: None),  # nothing is computed that could be right
-            (fused_layers, "layer_kernels", lambda dtype, _: _Layers(dtype)),
+            (layers, "layer_kernels", lambda dtype, _: _Layers(dtype)),
             (cuda_graph, "recorder", lambda _: lambda function: _Again(function, replays)),
             (nn.functional, "linear", _linear(nn.functional.linear)),
             (LatentMaps, "absorb", _absorb),

@@ -35,6 +35,7 @@ class PreparedCall:
         rows: For the engine to sample; `None`: transformers' loop is to run.
         run: Runs that loop, to its end; given this call, which it must not hold, and a streamer or `None`.
         watch: What stands in for the model in a beam search.
+        device: Where the caller has its tensors.
         num_blocks: What its rows need in the pool beside each other, and can't give back before the end.
     """
 
@@ -51,6 +52,10 @@ class PreparedCall:
     run: Callable[[PreparedCall, Any], Any] | None = None
     watch: BeamSearchLoop | None = None
     num_blocks: int = 0
+    device: torch.device = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.device = self.input_ids.device if self.host is None else self.host.device
 
     @property
     def cache(self) -> PagedCache | None:
@@ -59,11 +64,6 @@ class PreparedCall:
             if isinstance(cache := self.others.get(name), PagedCache):
                 return cache
         return None
-
-    @property
-    def device(self) -> torch.device:
-        """Where the caller has its tensors."""
-        return self.input_ids.device if self.host is None else self.host.device
 
     @property
     def is_assisted(self) -> bool:

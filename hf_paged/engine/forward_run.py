@@ -72,7 +72,8 @@ class ForwardRun(Run):
             if loop is not None:
                 loop.on_cancel = None  # a request's handle leads to its caller: not also to the forwards it made
         if self.error is not None:
-            raise self.error
+            error, self.error = self.error, None  # its traceback leads to the cache, to which no sequence may lead
+            raise error
         if self._computed is not None:
             self._computed.follow()  # not what else is queued with the steps by now
             hand_out(self.output)

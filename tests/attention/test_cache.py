@@ -480,6 +480,29 @@ def test_dropped_cache_frees_its_blocks_at_once(pair: Pair) -> None:
         gc.enable()
 
 
+def test_a_dropped_cache_whose_forward_failed_frees_its_blocks(pair: Pair) -> None:
+    """Would break: a sequence that leads to its failed forward, whose error's traceback leads to the cache."""
+    model, has_failed = pair.paged, []
+
+    @hf_paged.packed_hook
+    def fail(*_: Any) -> None:
+        if not has_failed:
+            has_failed.append(True)
+            raise LookupError("injected")
+
+    cache = PagedCache(model)
+    model(random_ids(1, 9), past_key_values=cache)
+    handle = model.get_input_embeddings().register_forward_pre_hook(fail)
+    with pytest.raises(LookupError):
+        model(random_ids(1, 5), past_key_values=cache)
+    handle.remove()
+    seen = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert seen() is None
+    pair.assert_all_free()
+
+
 def test_reset_cache_is_as_new(pair: Pair) -> None:
     """Would break: a cache used for another conversation after `reset()`."""
     with both_caches(pair) as caches:

@@ -17,7 +17,8 @@ from hf_paged.model.fused_layers import ACTIVATIONS, agrees_where_finite, comput
 from hf_paged.model.module_overrides import ModuleOverride, Survey, has_hooks, is_library_code, is_untouched
 from hf_paged.model.trial import attempt
 
-_SETTINGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel")
+_SETTINGS = ("has_gate", "has_bias", "is_transposed")
+_MORE = ("has_post_expert_norm", "_is_expert_parallel")  # which transformers 5.17 has not
 
 
 class Experts(ModuleOverride):
@@ -92,7 +93,7 @@ def find_experts(module: Any, survey: Survey) -> Experts | None:
     if type(weight) is not nn.Parameter or weight.ndim != 3 or not weight.is_cpu or not is_untouched(module):
         return None
     is_known = all(isinstance(getattr(module, name, None), bool) for name in _SETTINGS)
-    if not is_known or module.has_post_expert_norm or module._is_expert_parallel:
+    if not is_known or any(getattr(module, name, False) for name in _MORE):
         return None
     kernel = cpu_linear.load(weight.dtype)
     if isinstance(kernel, str) or not all(is_library_code(part) and not has_hooks(part) for part in module.modules()):

@@ -361,7 +361,7 @@ def test_inner_model_over_the_cache(pair: Pair) -> None:
         with torch.no_grad():
             first = model(ids[:, :5], past_key_values=cache).logits
             if model is pair.paged:
-                with pytest.raises(ValueError, match="filled by forwards of the patched model itself"):
+                with pytest.raises(ValueError, match="only forwards of the patched model itself"):
                     model.model(ids[:, 5:9], past_key_values=cache)
             return [first, model(ids[:, 5:], past_key_values=cache).logits]
 

@@ -20,10 +20,10 @@ def test_the_innermost_step_is_found_by_its_own_mask_alone() -> None:
         assert is_sentinel(outer) and outer.ndim == 4 and current_context(outer).step is OUTER
         with forward_context(INNER, CPU) as inner:
             assert current_context(inner).step is INNER
-            with pytest.raises(RuntimeError, match="outside of the forward"):
+            with pytest.raises(RuntimeError, match="mask of another forward"):
                 current_context(outer)
         assert current_context(outer).step is OUTER
-    with pytest.raises(RuntimeError, match="outside of the forward"):
+    with pytest.raises(RuntimeError, match="mask of another forward"):
         current_context(outer)
 
 

@@ -203,7 +203,7 @@ def test_a_generate_that_works_on_the_result(pair: Pair) -> None:
     """Would break: a request without what the model makes of its tokens, or an error that says nothing of why."""
     model = hf_paged.patch(WorksOnTheResult(pair.paged.config).eval(), num_blocks=64)
     assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=2).shape == (1, 4)
-    with pytest.raises(ValueError, match="works on what the loop returns"):
+    with pytest.raises(ValueError, match="changes what the loop returns"):
         model.paged.submit([5, 6], max_new_tokens=2)
 
 

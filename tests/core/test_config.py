@@ -283,7 +283,7 @@ def test_names_are_exact(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
     for name in ("HF_PAGED_block_size", "HF_PAGED_BLOCKSIZE", "HF_PAGED_API_KEY", "BLOCK_SIZE"):
         monkeypatch.setenv(name, "8")
     assert PagedConfig.from_settings() == PagedConfig()
-    assert len(caplog.messages) == 2 and all("is it HF_PAGED_BLOCK_SIZE?" in message for message in caplog.messages)
+    assert len(caplog.messages) == 2 and all("did you mean HF_PAGED_BLOCK_SIZE?" in each for each in caplog.messages)
 
 
 # from_settings

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hf_paged.core.process import PROCESS, Lasting
+from hf_paged.core.process import PROCESS, Lasting, watch_forks
 
 SLICE = 0.05  # seconds that a wait goes on at most after a Ctrl-C
 
@@ -49,6 +49,7 @@ class _Gate(Lasting):
         handler = _get_handler(signal.SIGINT)
         if not callable(handler) or handler is self:
             return False
+        watch_forks()
         self.received.clear()  # should there be any left, it was delivered by another that came with it
         self._handler, self.is_closed = handler, True
         _set_handler(signal.SIGINT, self)

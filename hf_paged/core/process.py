@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache
 from typing import Any, TypeVar
 
 EXIT_SECONDS = 1.0  # at the interpreter's end, for our threads to come to a rest
@@ -130,9 +131,14 @@ class Process:
 
 PROCESS = Process()
 atexit.register(PROCESS.at_exit)
-if hasattr(os, "register_at_fork"):  # Windows has no fork
-    os.register_at_fork(
-        before=PROCESS.before_fork,
-        after_in_parent=PROCESS.after_fork,
-        after_in_child=PROCESS.after_fork_in_child,
-    )
+
+
+@cache
+def watch_forks() -> None:
+    """Tells `PROCESS` of forks: called at first use, for in a child the hooks of other modules are to run first."""
+    if hasattr(os, "register_at_fork"):  # Windows has no fork
+        os.register_at_fork(
+            before=PROCESS.before_fork,
+            after_in_parent=PROCESS.after_fork,
+            after_in_child=PROCESS.after_fork_in_child,
+        )

@@ -16,7 +16,7 @@ from hf_paged.core.config import PagedConfig
 from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.core.interrupts import deferred_interrupt
 from hf_paged.core.metrics import EngineStats
-from hf_paged.core.process import PROCESS, Lasting
+from hf_paged.core.process import PROCESS, Lasting, watch_forks
 from hf_paged.engine.caller_forwards import CallerForwards
 from hf_paged.engine.calls import Calls
 from hf_paged.engine.core import EngineCore
@@ -80,6 +80,7 @@ class Engine(Lasting):
             if not channel.is_first:
                 self.store = RemoteRows(self.traits)
         PROCESS.watch(self)
+        watch_forks()
 
     @property
     def ranks(self) -> Leader | Follower | None:

@@ -3,12 +3,12 @@
     python benchmarks/cpu_single_caller.py --out benchmarks/results
     python benchmarks/cpu_single_caller.py --cells embedded-greedy-1 --pairs 5
 
-A cell is a model (the embedded one of 2.7M parameters, a random Llama of 125M), a mode (greedy, sampling, 4 beams) and
-a number of torch threads. Stock and patched calls of the same prompt alternate, in both orders in turn; each pair has a
-prompt of its own, so that nothing comes from the prefix cache. A pair's ratio is stock's seconds over ours: above 1 we
-are faster. Given are the median of the ratios and the bound above which it lies with 95 % confidence (an order
-statistic: the lower end of a two-sided 90 % interval). Tokens are compared, call by call. A cell runs in a process of
-its own, for OpenMP's threads outlive a change of their number.
+A cell is a model (a random Llama of 2 layers and width 64, the embedded one of 2.7M parameters, a random Llama of
+125M), a mode (greedy, sampling, 4 beams) and a number of torch threads. Stock and patched calls of the same prompt
+alternate, in both orders in turn; each pair has a prompt of its own, so that nothing comes from the prefix cache. A
+pair's ratio is stock's seconds over ours: above 1 we are faster. Given are the median of the ratios and the bound above
+which it lies with 95 % confidence (an order statistic: the lower end of a two-sided 90 % interval). Tokens are
+compared, call by call. A cell runs in a process of its own, for OpenMP's threads outlive a change of their number.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -35,9 +36,16 @@ from generate import GREEDY, SAMPLING, llama_125m, tiny_model
 
 import hf_paged
 
-MODELS: dict[str, Any] = {"embedded": tiny_model, "125m": llama_125m}
+
+def llama_64(dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 1000}
+    return LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)).to(dtype).eval()
+
+
+MODELS: dict[str, Any] = {"width64": llama_64, "embedded": tiny_model, "125m": llama_125m}
 MODES: dict[str, dict[str, Any]] = {"greedy": GREEDY, "sampling": SAMPLING, "beams": GREEDY | {"num_beams": 4}}
-NEW_TOKENS = {"embedded": 64, "125m": 32}
+NEW_TOKENS = {"width64": 64, "embedded": 64, "125m": 32}
 CELLS = [f"{model}-{mode}-{threads}" for model in MODELS for mode in MODES for threads in (1, 2)]
 WARM_UP = 3  # pairs that are not counted
 

@@ -36,6 +36,7 @@ from helpers.requests import ENDLESS, MARKER, SAMPLE, Brake, Gate, blocks_in_use
 from helpers.user_code import USER_CODE, Boom, NextToken, Sleeper
 from helpers.waiting import PATIENCE, eventually
 from hf_paged.attention.pool_attention import PoolAttention
+from hf_paged.core.interrupts import deferred_interrupt
 from hf_paged.core.process import PROCESS
 from hf_paged.engine.beam_run import BeamRun
 from hf_paged.engine.sampled_run import SampledRun
@@ -257,18 +258,24 @@ def test_ctrl_c(pair: Pair, name: str) -> None:
 
 def test_ctrl_c_while_the_worker_is_busy(pair: Pair) -> None:
     """Would break: the same when the step that is running takes long."""
-    brake = Brake(pair)
+    brake, (arrived, arrives) = Brake(pair), os.pipe()
+    os.set_blocking(arrives, False)
+    before = signal.set_wakeup_fd(arrives)
     with brake.at(step=2) as reached:
 
         def interrupt() -> None:
             reached()
             os.kill(os.getpid(), signal.SIGINT)
+            os.read(arrived, 1)
+            brake.release()
 
         thread = threading.Thread(target=interrupt, daemon=True)
         thread.start()
         with pytest.raises(KeyboardInterrupt):
             pair.paged.generate(prompt(5), max_new_tokens=50, **ENDLESS)
         thread.join(PATIENCE)
+    signal.set_wakeup_fd(before)
+    os.close(arrived), os.close(arrives)
     assert pair.engine.stats().num_steps <= 4
     settle(pair)
 
@@ -763,6 +770,23 @@ def fork_when_idle() -> None:
     check()
 
 
+def fork_while_ctrl_c_is_held_back() -> None:
+    """On another thread: in the child there is none that would let it go."""
+    handler, codes = signal.getsignal(signal.SIGINT), list[int]()
+
+    def fork() -> None:
+        if (pid := os.fork()) == 0:
+            os._exit(0 if signal.getsignal(signal.SIGINT) is handler else 1)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+    with deferred_interrupt():
+        assert signal.getsignal(signal.SIGINT) is not handler
+        thread = threading.Thread(target=fork)
+        thread.start()
+        thread.join()
+    assert codes == [0] and signal.getsignal(signal.SIGINT) is handler
+
+
 def fork_with_requests_in_flight() -> None:
     stock, model = _patched(num_blocks=512, max_num_seqs=4)
     given = {"max_new_tokens": 120} | ENDLESS
@@ -867,6 +891,7 @@ PROCESSES: dict[str, tuple[Callable[[], None], int]] = {
         (exit_with_handlers_that_generate, 0),
         (exit_by_ctrl_c, -signal.SIGINT),
         (fork_when_idle, 0),
+        (fork_while_ctrl_c_is_held_back, 0),
         (fork_with_requests_in_flight, 0),
         (fork_in_the_midst_of_a_step, 0),
     )

@@ -5,16 +5,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
-
-from hf_paged.core.interrupts import deferred_interrupt
 
 SCRIPT = Path(__file__).parents[1] / "helpers/interrupt_lines.py"
 SEED = 0
@@ -30,24 +25,6 @@ def run(*arguments: object, seconds: float) -> None:
     )
     print(result.stdout)
     assert result.returncode == 0, result.stdout
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_fork_meanwhile_puts_the_handler_back() -> None:
-    """Would break: a child that holds Ctrl-C back for good, for the thread that would let it go is not in it."""
-    handler, codes = signal.getsignal(signal.SIGINT), list[int]()
-
-    def fork() -> None:
-        if (pid := os.fork()) == 0:
-            os._exit(0 if signal.getsignal(signal.SIGINT) is handler else 1)
-        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-
-    with deferred_interrupt():
-        assert signal.getsignal(signal.SIGINT) is not handler
-        thread = threading.Thread(target=fork)
-        thread.start()
-        thread.join()
-    assert codes == [0] and signal.getsignal(signal.SIGINT) is handler
 
 
 def test_sigint_at_some_lines() -> None:

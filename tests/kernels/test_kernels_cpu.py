@@ -278,7 +278,10 @@ def test_decode_together(choice: dict[str, Any]) -> None:
     pool = torch.where(batch.is_own, batch.clean, poison)
     _, most = kernels_for(batch.dtype, batch.dim).together(batch.query.shape[1], pool.shape[3])
     expected, alone = batch.expected(), batch.decode(pool)
-    for number in {2, 5, most} & set(range(2, most + 1)):
+    numbers = {2, 5, most} & set(range(2, most + 1))
+    if not numbers:
+        pytest.skip(f"a tile has as many rows as {most} sequences have query heads: none is computed with another")
+    for number in numbers:
         found = batch.decode(pool, together=batch.together(number))
         assert error_of(found, expected) < TOLERANCE[batch.dtype]
         for row in range(len(found)):

@@ -200,7 +200,10 @@ def test_a_short_crop_needs_no_recording(make_pair: MakePair) -> None:
 )
 def test_tokens_that_cannot_be_computed_again(make_pair: MakePair, name: str, arguments: dict[str, Any]) -> None:
     """Would break: forwards in the caller's padded shape, and prompts of embeddings, over windows."""
-    pair, given, ids = make_pair(name, block_size=2, max_num_batched_tokens=5), dict(arguments), random_ids(2, 13)
+    given, ids = dict(arguments), random_ids(2, 13)
+    # Its last layer's hidden states differ in float32, by processor, by as much as a fault could make of them.
+    dtype = torch.float64 if name == "gemma4" and "output_hidden_states" in given else torch.float32
+    pair = make_pair(build(name, dtype=dtype), block_size=2, max_num_batched_tokens=5)
     if given.pop("embeds", False):
         given["inputs_embeds"] = pair.stock.get_input_embeddings()(ids).detach()
     else:

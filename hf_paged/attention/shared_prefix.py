@@ -72,13 +72,16 @@ def shared_prefixes(
     # What was given back is nobody's: a run of null blocks alone is none.
     is_real = tables[np.arange(len(least)), num_blocks - 1] != null_block
     tokens = np.where(is_real, np.minimum(num_blocks * block_size, least), 0)  # of each and the next
-    around = np.maximum(np.append(tokens[1:], 0), np.insert(tokens[:-1], 0, 0))
-    is_cut = (tokens < LEAST_TOKENS) | (2 * tokens < around)
+    is_cut = tokens < LEAST_TOKENS
     if is_cut.all():
         return None
-    starts = np.flatnonzero(np.insert(is_cut, 0, True))
-    counts = np.diff(np.append(starts, len(order)))
-    inside = np.append(np.where(is_cut, np.iinfo(np.int64).max, tokens), np.iinfo(np.int64).max)
+    is_cut[1:] |= 2 * tokens[1:] < tokens[:-1]
+    is_cut[:-1] |= 2 * tokens[:-1] < tokens[1:]
+    ends = np.flatnonzero(is_cut) + 1
+    starts, ends = np.concatenate(([0], ends)), np.concatenate((ends, [len(order)]))
+    counts = ends - starts
+    inside = np.full(len(order), np.iinfo(np.int64).max)
+    np.copyto(inside[:-1], tokens, where=~is_cut)
     shared = np.where(counts > 1, np.minimum.reduceat(inside, starts), 0)
     return SharedPrefixes(order, starts, counts, shared)
 

@@ -230,7 +230,9 @@ def _select(batches: list[BeamBatch], logits: Tensor) -> tuple[int, Tensor]:
     searches = [batch.search for batch in batches]
     first, num_beams, num_candidates = searches[0], searches[0].settings.num_beams, searches[0].settings.num_candidates
     counts = [len(batch.prompts) for batch in batches]
-    state = _State(*(torch.cat(parts) for parts in zip(*(_of(batch) for batch in batches), strict=True)))
+    state = _of(batches[0])
+    if len(batches) > 1:
+        state = _State(*(torch.cat(parts) for parts in zip(*map(_of, batches), strict=True)))
     scores = _processed(batches, logits)
     device, num_prompts = scores.device, len(state.running)
     vocab_size = scores.shape[-1]

@@ -120,10 +120,10 @@ class CPUStep(TorchStep):
             tiles = metadata.query_tiles(self._kernels.tokens_at_once(num_heads, num_kv_heads))
             return self._calls.prompts(*tables, metadata.query_start_loc, tiles)
         together = None
-        if metadata.shared_prefixes is not None:
-            least, most = self._kernels.together(num_heads, num_kv_heads)
-            items = metadata.shared_prefixes.items(least, most) if most > 1 else None
-            if items is not None:
-                order = torch.from_numpy(metadata.shared_prefixes.order.astype(np.int32))
-                together = cpu.Together(order, torch.from_numpy(items), most)
+        least, most = self._kernels.together(num_heads, num_kv_heads)
+        shared = metadata.shared_prefixes if most > 1 and metadata.num_decodes >= least else None
+        items = None if shared is None else shared.items(least, most)
+        if shared is not None and items is not None:
+            order = torch.from_numpy(shared.order.astype(np.int32))
+            together = cpu.Together(order, torch.from_numpy(items), most)
         return self._calls.decodes(*tables, metadata.num_decodes, metadata.max_decode_len, together)

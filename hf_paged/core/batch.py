@@ -36,6 +36,10 @@ class BlockMoves:
     new_blocks: list[int] = field(default_factory=list)
 
 
+Copy = tuple[str, list[tuple[int, int]] | list[int]]
+"""The name of a field of `BlockMoves`, and its blocks."""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupTables:
     """The block tables of a batch's rows, for layers that cache alike.

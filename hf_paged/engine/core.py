@@ -251,9 +251,8 @@ class EngineCore:
         """Makes this engine one of several ranks, with pools of equal size."""
         self.pool.limit(min(channel.gather(self.pool.num_blocks)))
         if channel.is_first:
-            self.ranks = self.executor.leader = leader = Leader(channel)
+            self.ranks = self.executor.leader = leader = Leader(channel, self.worker.loop.fail_soon)
             self.pool.tell = leader.copies
-            leader.on_fault(self.worker.loop.fail_soon)
         else:
             self.ranks = Follower(channel, self.pool, self.bound, self.runner, self.weights_version.key)
 

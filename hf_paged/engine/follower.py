@@ -15,7 +15,6 @@ from transformers.utils import logging
 from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.core.interrupts import wait_interruptibly
 from hf_paged.core.process import PROCESS, Lasting
-from hf_paged.core.step_message import unpack
 from hf_paged.engine.executor import autocasting
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.memory.streams import on_steps_stream
@@ -55,8 +54,6 @@ class Follower(Lasting):
     The calls of this rank are those of rank 0 in the same order, made by one thread, or it makes none (`follow`). It
     waits for rank 0 to begin each; rank 0 doesn't wait. Only rank 0 can end one before its end.
     """
-
-    is_first = False
 
     def __init__(
         self, channel: Channel, pool: KVPool, model: BoundModel, runner: ModelRunner, look: Callable[[], Any]
@@ -108,14 +105,13 @@ class Follower(Lasting):
             self.fail(f"{type(error).__name__}: {error}")
 
     def _step(self, payload: bytes) -> None:
-        batch, copies, extra = unpack(payload)
+        batch, copies, embeddings = pickle.loads(payload)
         device = self._model.placement[1]
         if device.type == "cuda":
             torch.cuda.set_device(device)
         attention = self._pool.execute(copies)
         if batch.number:
-            batch_key, embeddings = pickle.loads(extra)
-            with on_steps_stream(device), autocasting(batch_key):
+            with on_steps_stream(device), autocasting(batch.batch_key):
                 given = None if embeddings is None else embeddings.to(device)
                 self._runner.run(batch, attention, given)
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from hf_paged.attention.lazy import lazy
 from hf_paged.attention.pool_attention import PoolAttention
 from hf_paged.attention.spread_attention import SpreadAttention
-from hf_paged.core.batch import BlockMoves
+from hf_paged.core.batch import BlockMoves, Copy
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.core.config import DEFAULT_SWAP_SPACE_GIB, PagedConfig
@@ -23,7 +23,6 @@ from hf_paged.core.event_log import EventLog
 from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import SequenceGroup
 from hf_paged.core.state_blocks import StateBlockManager
-from hf_paged.core.step_message import COPIES, Copy
 from hf_paged.engine.preemption import PreemptionCost
 from hf_paged.memory.kv_cache import KVCache, KVGeometry
 from hf_paged.memory.spec import StateSpec
@@ -31,6 +30,7 @@ from hf_paged.memory.spread_cache import Devices, SpreadKVCache
 from hf_paged.memory.state_cache import StateLayout
 from hf_paged.memory.streams import on_steps_stream
 
+COPIES = [field.name for field in fields(BlockMoves)]
 KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 

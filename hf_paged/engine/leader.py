@@ -5,17 +5,16 @@ from __future__ import annotations
 import itertools
 import pickle
 import threading
-from collections.abc import Callable, Hashable
-from functools import lru_cache
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from transformers.utils import logging
 
-from hf_paged.core.batch import Batch
+from hf_paged.core.batch import Batch, Copy
 from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.core.process import PROCESS, Lasting
-from hf_paged.core.step_message import Copy, pack
 from hf_paged.parallel.channel import FAREWELL_SECONDS, Alert, Channel, Kind, RankError
 
 logger = logging.get_logger(__name__)
@@ -40,32 +39,27 @@ class Leader(Lasting):
         is_followed: Whether another rank serves steps and makes no calls.
     """
 
-    is_first = True
-
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, fail: Callable[[BaseException], None]) -> None:
+        """`fail` is called, on any thread, when nothing can run any more."""
         self.channel = channel
         self._fault: RankError | None = None
-        self._fail: Callable[[BaseException], None] = lambda error: None
+        self._fail = fail
         self._numbers = itertools.count(1)
         self._is_stopped = False
         self.is_followed = False
         self._gone: dict[int, threading.Event] = {index: threading.Event() for index in channel.others}
         for index in channel.others:
-            channel.watch(index, self._hearer(index), self._loser(index))
+            channel.watch(index, partial(self._hear, index), partial(self._lose, index))
         PROCESS.watch(self)
-
-    def on_fault(self, fail: Callable[[BaseException], None]) -> None:
-        """Has `fail` called, on any thread, when nothing can run any more."""
-        self._fail = fail
 
     # What is said
 
     def step(self, batch: Batch, copies: list[Copy], embeddings: Tensor | None) -> None:
         """Tells the other ranks of a step, and of what is done to blocks before it."""
-        self._send(Kind.STEP, pack(batch, copies, _extra(batch.batch_key, embeddings)))
+        self._send(Kind.STEP, pickle.dumps((batch, copies, None if embeddings is None else embeddings.cpu())))
 
     def copies(self, copies: list[Copy]) -> None:
-        self._send(Kind.STEP, pack(Batch(), copies))
+        self.step(Batch(), copies, None)
 
     def forward(self, digest: bytes, text: str) -> None:
         """A forward that is no step. The step lock is held, here and until it is over.
@@ -113,34 +107,28 @@ class Leader(Lasting):
             logger.warning(f"hf_paged: {self._fault}")
             for index in self.channel.others:
                 if not self._gone[index].is_set():
-                    threading.Thread(target=self._tell, args=(index, text), daemon=True).start()
+                    threading.Thread(target=self._tell, args=(index, Alert.FAULT, text), daemon=True).start()
             self._fail(self._fault)
         return self._fault
 
-    def _tell(self, index: int, text: str) -> None:
+    def _tell(self, index: int, alert: Alert, text: str = "") -> None:
         try:
-            self.channel.alert(index, Alert.FAULT, text)
+            self.channel.alert(index, alert, text)
         except Exception as error:
             logger.info("hf_paged: rank %d was not told: %s", index, error)
 
-    def _hearer(self, index: int) -> Callable[[Alert, str], None]:
-        def hear(alert: Alert, text: str) -> None:
-            if alert == Alert.FAULT:
-                self.fail(f"rank {index}: {text}")
-            elif alert == Alert.FOLLOW:
-                self.is_followed = True
-            else:
-                self._gone[index].set()
-
-        return hear
-
-    def _loser(self, index: int) -> Callable[[Exception], None]:
-        def lose(error: Exception) -> None:
+    def _hear(self, index: int, alert: Alert, text: str) -> None:
+        if alert == Alert.FAULT:
+            self.fail(f"rank {index}: {text}")
+        elif alert == Alert.FOLLOW:
+            self.is_followed = True
+        else:
             self._gone[index].set()
-            if not self._is_stopped:
-                self.fail(f"rank {index} is gone ({error})")
 
-        return lose
+    def _lose(self, index: int, error: Exception) -> None:
+        self._gone[index].set()
+        if not self._is_stopped:
+            self.fail(f"rank {index} is gone ({error})")
 
     def start_anew(self) -> None:
         self._is_stopped = True  # the parent tells them
@@ -159,23 +147,6 @@ class Leader(Lasting):
             for event in self._gone.values():
                 event.wait(FAREWELL_SECONDS)
             for index in self.channel.others:
-                self._say_bye(index)
+                self._tell(index, Alert.BYE)
             self.channel.join(FAREWELL_SECONDS)
         self._fault = self._fault or RankError("rank 0 has ended (unpatch, or the end of its program)")
-
-    def _say_bye(self, index: int) -> None:
-        try:
-            self.channel.alert(index, Alert.BYE)
-        except Exception as error:
-            logger.info("hf_paged: rank %d has not waited: %s", index, error)
-
-
-def _extra(batch_key: Hashable, embeddings: Tensor | None) -> bytes:
-    if embeddings is None:
-        return _plain_extra(batch_key)
-    return pickle.dumps((batch_key, embeddings.cpu()))
-
-
-@lru_cache
-def _plain_extra(batch_key: Hashable) -> bytes:
-    return pickle.dumps((batch_key, None))

@@ -34,7 +34,8 @@ def test_other_ways_to_share_a_model_out(sizes: dict[str, int], said: str) -> No
 def test_a_forked_child_takes_no_leave() -> None:
     """Would break: followers that end because a child of rank 0's program does."""
     sent: list[Any] = []
-    leader = Leader(SimpleNamespace(others=[], send=sent.append, join=lambda seconds: None))  # type: ignore[arg-type]
+    channel: Any = SimpleNamespace(others=[], send=sent.append, join=lambda seconds: None)
+    leader = Leader(channel, lambda error: None)
     leader.start_anew()
     leader.part()
     assert not sent

@@ -101,7 +101,7 @@ class BatchRequest:
                 if getattr(config, name) is None:
                     setattr(config, name, value)
         if config.max_new_tokens is None and config.max_length is None:
-            config.max_new_tokens = max(1, model.paged.core.pool.max_context - len(self.prompt))
+            config.max_new_tokens = max(1, model.paged.core.bound.max_context - len(self.prompt))
         eos = config.eos_token_id
         given = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
         # "None" would be taken from the model's own config.

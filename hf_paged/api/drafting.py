@@ -93,7 +93,7 @@ def draft_model_of(model: Any, call: PreparedCall) -> DraftModel | None:
     def has_room(num_tokens: int) -> bool:
         pool = engine.core.pool
         needed = pool.manager.most_blocks(num_tokens, pool.config.max_num_batched_tokens)
-        return num_tokens <= pool.max_context and needed <= pool.manager.pool.num_blocks
+        return num_tokens <= engine.core.bound.max_context and needed <= pool.manager.pool.num_blocks
 
     check()
     calls, salt, device = engine.calls, call_context().cache_salt, call.device

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial
 from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from hf_paged.core.block_manager import BlockManager
-from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.core.config import PagedConfig
 from hf_paged.core.errors import UnsupportedModelError
 from hf_paged.core.interrupts import deferred_interrupt
@@ -24,9 +22,8 @@ from hf_paged.engine.call_context import call_context
 from hf_paged.engine.decoding_loop import DecodingLoop
 from hf_paged.engine.executor import StepExecutor, autocast_state
 from hf_paged.engine.follower import Follower
-from hf_paged.engine.kv_pool import KVPool, StateNeeds
+from hf_paged.engine.kv_pool import KVPool
 from hf_paged.engine.leader import Leader
-from hf_paged.engine.pool_size import find_size
 from hf_paged.engine.run import Run
 from hf_paged.engine.worker import StepWorker
 from hf_paged.memory.kv_cache import KVCache
@@ -34,7 +31,6 @@ from hf_paged.model.bound_model import BoundModel
 from hf_paged.model.latents import Latents
 from hf_paged.model.layers import Layers
 from hf_paged.model.runner import ModelRunner
-from hf_paged.model.step_memory import StepMemory
 from hf_paged.model.traits import ModelTraits
 from hf_paged.model.weights_version import WeightsKey, WeightsVersion
 from hf_paged.parallel.channel import Channel
@@ -77,16 +73,7 @@ class EngineCore:
         # What a user's own code sees is its to keep, and must be ordinary tensors.
         self.bound = bound = BoundModel(model, forward, self.layers.scope, traits, state, config, latents)
         self.runner = ModelRunner(bound, lambda: state.num_moves, config)
-        groups = CacheGroups.of(traits.stored)
-        self.pool = KVPool(
-            config,
-            groups,
-            partial(traits.geometry, groups, block_size=config.block_size),
-            lambda: bound.placement,
-            lambda: find_size(config, groups, bound, StepMemory(bound, config)),
-            StateNeeds(traits.states, traits.carries_state) if traits.states else None,
-            lambda: bound.layer_devices,
-        )
+        self.pool = KVPool(config, bound)
         self.executor = StepExecutor(self.pool, bound, self.runner, self.look_at_weights, state.check_rows)
         self.ranks: Leader | Follower | None = None
         self.worker = StepWorker(self.pool, self.executor)

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -24,39 +24,15 @@ from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import SequenceGroup
 from hf_paged.core.state_blocks import StateBlockManager
 from hf_paged.engine.preemption import PreemptionCost
-from hf_paged.memory.kv_cache import KVCache, KVGeometry
-from hf_paged.memory.spec import StateSpec
-from hf_paged.memory.spread_cache import Devices, SpreadKVCache
+from hf_paged.memory.kv_cache import KVCache, KVGeometry, check_size, num_blocks_for_memory
+from hf_paged.memory.spread_cache import SpreadKVCache, shares
 from hf_paged.memory.state_cache import StateLayout
-from hf_paged.memory.streams import on_steps_stream
+from hf_paged.memory.streams import among_steps, on_steps_stream
+from hf_paged.model.bound_model import BoundModel
+from hf_paged.model.step_memory import StepMemory
 
 COPIES = [field.name for field in fields(BlockMoves)]
 KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-
-
-@dataclass(frozen=True, slots=True)
-class PoolSize:
-    """How large a pool is.
-
-    Attributes:
-        max_context: Tokens of the longest sequence that the model is made for.
-    """
-
-    num_blocks: int
-    max_context: int
-
-
-@dataclass(frozen=True, slots=True)
-class StateNeeds:
-    """What a model's layers keep of all of a sequence's tokens together.
-
-    Attributes:
-        specs: By the layer's number.
-        carried: Whether a prompt may go on from such a state.
-    """
-
-    specs: dict[int, StateSpec]
-    carried: bool
 
 
 class KVPool:
@@ -68,71 +44,68 @@ class KVPool:
         peak: Blocks in use when they were most, and the tokens stored and slots allocated at that moment.
     """
 
-    def __init__(
-        self,
-        config: PagedConfig,
-        groups: CacheGroups,
-        geometry: Callable[[torch.dtype], KVGeometry],
-        placement: Callable[[], tuple[torch.dtype, torch.device]],
-        find_size: Callable[[], PoolSize],
-        states: StateNeeds | None = None,
-        layer_devices: Callable[[], Devices | None] = lambda: None,
-    ) -> None:
-        """Makes an empty pool; no memory is taken yet.
-
-        Args:
-            groups: Which of the model's layers share pages.
-            geometry: Shape of a token's keys and values, in a pool of this dtype.
-            placement: The model's dtype and device, which the tensor follows.
-            states: What its layers keep of all of a sequence's tokens together.
-            layer_devices: Where each layer runs; `None`: all where the model is.
-        """
-        self._layer_devices = layer_devices
+    def __init__(self, config: PagedConfig, model: BoundModel) -> None:
+        """Makes an empty pool; no memory is taken yet. The tensor follows the model's dtype and device."""
         self.config = config
-        self._states = states
-        self._groups = groups
-        self._geometry_in = geometry
+        self._model = model
+        self._groups = CacheGroups.of(model.traits.stored)
         self.lock = threading.RLock()
         self.peak = (0, 0, 0)
         self.cost = PreemptionCost()
         self.log = EventLog(now=time.time)
         self._pending: deque[Copy] = deque()
         self.tell: Callable[[list[Copy]], None] | None = None  # told of copies before they are made
-        self._placement = placement
-        self._find_size = find_size
-        self._found_size: PoolSize | None = None
+        self._num_blocks: int | None = None
         self.is_made = False
         self._made: tuple[BlockManager, Scheduler] | None = None
         self._attention: PoolAttention | None = None
 
     @property
-    def max_context(self) -> int:
-        return self._size.max_context
-
-    @property
-    def _size(self) -> PoolSize:
-        if self._found_size is None:
-            self._measure()
-        assert self._found_size is not None
-        return self._found_size
-
-    def _measure(self) -> None:
+    def num_blocks(self) -> int:
         with self.lock:
-            if self._found_size is None:
-                self._found_size = self._find_size()
+            if self._num_blocks is None:
+                self._num_blocks = self._find_size()
+            return self._num_blocks
+
+    def _find_size(self) -> int:
+        """As it was set, or from the memory that is free now; runs a trial step where that takes memory (on a GPU).
+
+        Raises:
+            ValueError: The blocks asked for are more than there is memory.
+        """
+        config, model, layout, num_groups = self.config, self._model, self.state_layout, len(self._groups.windows)
+        device, block_size, num_blocks = model.placement[1], config.block_size, config.num_blocks
+        parts = shares(self._geometry, self._groups, model.layer_devices, device)
+        if num_blocks is None:
+            with among_steps(device):  # a trial step, whose memory is then theirs
+                num_tokens = min(config.max_num_batched_tokens, model.max_context)
+                reserved = StepMemory(model, config).reserved_bytes(num_tokens, block_size, num_groups)
+                # Of states one that a sequence goes on with, and one that is kept.
+                state_tokens = 0 if layout is None else 2 * layout.num_pages * block_size
+                most = config.max_num_seqs * (model.max_context * num_groups + state_tokens)
+                num_blocks = min(
+                    num_blocks_for_memory(
+                        part.geometry,
+                        block_size,
+                        config.memory_fraction,
+                        most,
+                        part.device,
+                        part.geometry.bytes_per_block(block_size) + reserved,
+                    )
+                    for part in parts
+                )
+        for part in parts:
+            check_size(part.geometry, num_blocks, block_size, part.device)
+        return num_blocks
 
     def limit(self, num_blocks: int) -> None:
         """Limits its size, before its first use, to so many blocks."""
-        self._found_size = replace(self._size, num_blocks=min(num_blocks, self._size.num_blocks))
-
-    @property
-    def num_blocks(self) -> int:
-        return self._size.num_blocks
+        self._num_blocks = min(num_blocks, self.num_blocks)
 
     @property
     def kv_device(self) -> torch.device:
         """Where its tensor is, or (before the first use) will be; asked for in every step."""
-        return self._placement()[1] if self._attention is None else self._attention.kv_cache.device
+        return self._model.placement[1] if self._attention is None else self._attention.kv_cache.device
 
     @property
     def bytes_per_block(self) -> int:
@@ -141,7 +114,8 @@ class KVPool:
 
     @property
     def _geometry(self) -> KVGeometry:
-        return self._geometry_in(KV_DTYPES.get(self.config.kv_cache_dtype, self._placement()[0]))
+        dtype = KV_DTYPES.get(self.config.kv_cache_dtype, self._model.placement[0])
+        return self._model.traits.geometry(self._groups, dtype, self.config.block_size)
 
     @lazy
     def manager(self) -> BlockManager:
@@ -154,10 +128,10 @@ class KVPool:
     def _make(self) -> tuple[BlockManager, Scheduler]:
         with self.lock:
             if self._made is None:
-                config, num_blocks = self.config, self._size.num_blocks
+                config, num_blocks = self.config, self.num_blocks
                 swap_blocks, layout = self._num_swap_blocks(num_blocks), self.state_layout
                 size = num_blocks, config.block_size, config.enable_prefix_caching, swap_blocks
-                if layout is None or self._states is None:
+                if layout is None:
                     manager = BlockManager(*size, self.log, self._groups.windows)
                 else:
                     manager = StateBlockManager(
@@ -165,7 +139,7 @@ class KVPool:
                         self.log,
                         self._groups.windows,
                         state_blocks=layout.num_pages,
-                        takes_snapshots=self._states.carried,
+                        takes_snapshots=self._model.traits.carries_state,
                     )
                 limits = config.max_num_batched_tokens, config.max_num_seqs
                 self._made = manager, Scheduler(manager, *limits, self._prefers_swap)
@@ -175,9 +149,8 @@ class KVPool:
     @property
     def state_layout(self) -> StateLayout | None:
         """Where the layers' states are in a sequence's blocks; `None`: they have none."""
-        if self._states is None:
-            return None
-        return StateLayout.of(self._states.specs, self.bytes_per_block, self._placement()[0])
+        states = self._model.traits.states
+        return StateLayout.of(states, self.bytes_per_block, self._model.placement[0]) if states else None
 
     def _num_swap_blocks(self, num_blocks: int) -> int:
         space = self.config.swap_space_gib
@@ -255,8 +228,8 @@ class KVPool:
         """The pool tensor and its backends: made at first use, and again when the model has moved to another device or
         dtype.
         """
-        dtype, device = self._placement()
-        layers = self._layer_devices()
+        dtype, device = self._model.placement
+        layers = self._model.layer_devices
         held = self._attention
         if (
             held is not None

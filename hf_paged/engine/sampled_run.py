@@ -165,7 +165,7 @@ class SampledRun(Run):
         self._limit = float("inf") if call.ends.max_length is None else call.ends.max_length - self._width
         self.rows = [Row() for _ in range(num_rows)]
         self._num_open = num_rows
-        self._max_context = pool.max_context
+        self._max_context = worker.executor.model.max_context
         self._noise: SamplingNoise | NoiseAhead | StepNoise | None = call.noise
         if call.generator is not None:
             is_stocks = call.has_drafts and num_rows == 1  # draws depend on the drafts

@@ -197,34 +197,24 @@ class CallerForwards:
     ) -> ModelOutput:
         """Runs the call's real tokens in the next steps' packed batches."""
         packed = self._pack(cache, call, active, padding)
-        request: ForwardRun | None = None
+        run: ForwardRun | None = None
         try:
             with self._core.worker.leading():
-                request = self._enqueue(cache, packed)
-                logits = request.logits()
+                with self._core.transaction():
+                    self._extend(cache, packed)
+                    longest = max(sequence.num_tokens for sequence in packed.sequences)
+                    self._core.pool.check_fits(longest, longest, 0)
+                    wanted = packed.wanted_logits()
+                    run = ForwardRun(self._core.pool, self._core.worker, packed.sequences, wanted, cache.loop)
+                logits = run.logits()
         except BaseException:
-            if request is not None:
-                request.withdraw()
+            if run is not None:
+                run.withdraw()
             let_steps_first(self._core.pool.kv_device)  # they may read what the caller gave
             raise
         cache.advance(packed.length)
         takes_past = self._core.bound.cache_argument == "past_key_values"
         return self._core.bound.output_type(logits=logits) if takes_past else StateOutput(logits=logits)
-
-    def _enqueue(self, cache: PagedCache, packed: PackedForward) -> ForwardRun:
-        request: ForwardRun | None = None
-        try:
-            with self._core.transaction():
-                loop = cache.loop
-                self._extend(cache, packed)
-                longest = max(sequence.num_tokens for sequence in packed.sequences)
-                self._core.pool.check_fits(longest, longest, 0)
-                request = ForwardRun(self._core.pool, self._core.worker, packed.sequences, packed.wanted_logits(), loop)
-            return request
-        except BaseException:
-            if request is not None:
-                request.withdraw()  # Ctrl-C, held back until the end of the transaction
-            raise
 
     def _extend(self, cache: PagedCache, packed: PackedForward) -> None:
         """Adds a call's tokens to its sequences. The pool's lock is held."""

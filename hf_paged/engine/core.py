@@ -17,7 +17,6 @@ from hf_paged.core.interrupts import deferred_interrupt
 from hf_paged.core.metrics import EngineStats
 from hf_paged.core.process import PROCESS
 from hf_paged.core.scheduler import Scheduler
-from hf_paged.core.sequence import Sequence
 from hf_paged.engine.call_context import call_context
 from hf_paged.engine.decoding_loop import DecodingLoop
 from hf_paged.engine.executor import StepExecutor, autocast_state
@@ -142,11 +141,6 @@ class EngineCore:
         with self.pool.lock, deferred_interrupt():
             self.worker.loop.carry_out()
             yield
-
-    def free(self, sequence: Sequence) -> None:
-        """Ends a sequence and releases its blocks. The pool's lock is held."""
-        self.worker.loop.remove(sequence)
-        self.scheduler.free(sequence)
 
     def batch_key(self) -> Hashable:
         """The key that all rows of a step have in common: the autocast state of the calling thread."""

@@ -155,10 +155,12 @@ class StepExecutor:
                 self.look_at_weights()
             offers = scheduler.update(batch, is_checked=False)
             check = _check(attention.kv_cache, offers) if offers else None
-            number = self.count_step(len(batch.seq_ids), len(batch.token_ids))
+            self.num_steps = pool.log.step = self.num_steps + 1
+            self.num_prefill_tokens += len(batch.token_ids) - len(batch.seq_ids)
+            pool.record_peak()
             parts = self._deliver(batch, output) if called is None else []
             is_decode = len(batch.logit_rows) == len(batch.token_ids)
-            step = _StepInFlight(number, rows, batch.is_stalled, timer, parts, offers, check, is_decode)
+            step = _StepInFlight(self.num_steps, rows, batch.is_stalled, timer, parts, offers, check, is_decode)
             self.in_flight.append(step)
             timer.stop()
         return output
@@ -196,7 +198,7 @@ class StepExecutor:
                 except Exception as error:
                     consumer.fail(error)
             self.is_handing_out = False
-            self.note_step(done.number, done.rows, seconds, done.is_stalled)
+            self._note(done, seconds)
             num_tokens, num_rows = done.rows.num_tokens, len(done.rows.columns[0])
             if not done.is_decode and num_tokens > 4 * num_rows:
                 self._pool.cost.note_prefill(num_tokens, seconds)
@@ -273,19 +275,11 @@ class StepExecutor:
                 parts.append((error, beam_takers))
         return parts
 
-    def count_step(self, num_seqs: int, num_tokens: int) -> int:
-        """Counts a model step of so many rows and tokens; returns its number. The pool's lock is held."""
-        self.num_steps += 1
-        self.num_prefill_tokens += num_tokens - num_seqs
-        self._pool.record_peak()
-        self._pool.log.step = self.num_steps
-        return self.num_steps
-
-    def note_step(self, number: int, rows: StepRows, seconds: float, is_stalled: bool = False) -> None:
-        """Writes a step that was counted, with all that it led to, into the log. The pool's lock is held."""
-        queues = self._pool.scheduler.queues
+    def _note(self, step: _StepInFlight, seconds: float) -> None:
+        """Writes a step, with all that it led to, into the log. The pool's lock is held."""
+        rows, queues = step.rows, self._pool.scheduler.queues
         self._pool.log.add_step(
-            number,
+            step.number,
             num_seqs=len(rows.columns[0]),
             num_tokens=rows.num_tokens,
             num_decode=rows.num_decode,
@@ -294,7 +288,7 @@ class StepExecutor:
             chunks=rows.columns,
             num_waiting=len(queues.waiting.groups),
             num_swapped=queues.num_to_swap_in,
-            is_stalled=is_stalled,
+            is_stalled=step.is_stalled,
             num_free_blocks=self._pool.manager.pool.num_free,
         )
 

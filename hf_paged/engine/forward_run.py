@@ -53,7 +53,7 @@ class ForwardRun(Run):
             self._finish()
 
     def logits(self) -> Tensor | None:
-        """Waits until all logits are there. Interrupted, it leaves the sequences as they are, not waited for.
+        """Waits until all logits are there. If that is interrupted, the caller is to `withdraw`.
 
         Raises:
             Exception: Whatever the step raised that only this forward's rows were in.
@@ -65,9 +65,6 @@ class ForwardRun(Run):
                 loop.on_cancel()
         try:
             self.wait()
-        except BaseException:
-            self.withdraw()
-            raise
         finally:
             if loop is not None:
                 loop.on_cancel = None  # a request's handle leads to its caller: not also to the forwards it made
@@ -80,7 +77,7 @@ class ForwardRun(Run):
         return self.output
 
     def withdraw(self) -> None:
-        """Stops waiting; returns when no step with these sequences is running any more."""
+        """Stops waiting for the sequences, as they are; returns when no step with them is running any more."""
         if self.is_done:
             return
         with self._worker.loop.exclusive(), self._pool.lock:

@@ -77,14 +77,14 @@ class Residency:
                 return
             for sequence in lost:
                 sequence.group.batch_key = core.batch_key()
-        request: ForwardRun | None = None
+        run: ForwardRun | None = None
         try:
             with core.transaction():
-                request = ForwardRun(core.pool, core.worker, lost, np.empty((len(lost), 0), dtype=np.int64))
-            request.logits()
+                run = ForwardRun(core.pool, core.worker, lost, np.empty((len(lost), 0), dtype=np.int64))
+            run.logits()
         except BaseException:
-            if request is not None:
-                request.withdraw()
+            if run is not None:
+                run.withdraw()
             raise
 
     def schedule_together(self, sequences: list[Sequence]) -> Batch:

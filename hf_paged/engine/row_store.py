@@ -59,7 +59,8 @@ class RowStore:
 
     def free_sequences(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
-            self._core.free(sequence)
+            self._core.worker.loop.remove(sequence)
+            self._core.scheduler.free(sequence)
 
     def abandon_sequences(self, sequences: Iterable[Sequence]) -> None:
         """Called by the garbage collector, on any thread at any moment: only enqueues, takes no lock."""

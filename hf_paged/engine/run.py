@@ -88,7 +88,7 @@ class Run:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Blocks until it is over; False if the timeout (seconds) is over first."""
-        return self._worker.wait(self, self._done, timeout)
+        return self._worker.wait(self._done, timeout)
 
     def run_alone(self, between: Callable[[], bool]) -> None:
         """Runs the steps here while this thread leads; see `StepWorker.run_alone`."""

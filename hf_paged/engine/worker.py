@@ -136,11 +136,11 @@ class StepWorker:
             finally:  # a step of another thread may have undone it by then
                 self.loop.do_while(lambda: self.executor.model.is_prepared, scope.close)
 
-    def wait(self, consumer: Run, done: threading.Event, timeout: float | None = None) -> bool:
+    def wait(self, done: threading.Event, timeout: float | None = None) -> bool:
         """Blocks until `done` is set. The thread that has the step lock runs the steps meanwhile.
 
         Args:
-            done: Set by its end.
+            done: Set by the end of what is waited for.
             timeout: Seconds; `None`: without end. A thread that runs the steps doesn't look at the time.
 
         Returns:

@@ -14,27 +14,35 @@ from hf_paged.core.sequence import Sequence, SequenceGroup
 from hf_paged.model.traits import ModelTraits
 
 
-class RemoteRows:
-    """What a `PagedCache` asks for (`cache.SequenceStore`): sequences without blocks, changed at once."""
+class ModelLayers:
+    """What a `PagedCache` asks of the layers of its model."""
 
     def __init__(self, traits: ModelTraits) -> None:
         self._traits = traits
-        self._lock = RLock()
-        self._numbers = itertools.count()
 
     @property
     def num_layers(self) -> int:
         return self._traits.num_layers
 
     def windows(self) -> list[int | None]:
+        """The last tokens that each layer keeps and a query sees, itself included; `None`: all."""
         return [None if layer is None else layer.window for layer in self._traits.stored]
 
     def stores(self, layer: int) -> bool:
-        """Whether a layer has keys and values of its own."""
+        """Whether a layer has keys and values of its own; `num_layers + layer`: its indexer."""
         return 0 <= layer < len(self._traits.stored) and self._traits.stored[layer] is not None
 
     def caches_tokens(self) -> list[bool]:
         return [layer is not None for layer in self._traits.layers]
+
+
+class RemoteRows(ModelLayers):
+    """What a `PagedCache` asks for (`cache.SequenceStore`): sequences without blocks, changed at once."""
+
+    def __init__(self, traits: ModelTraits) -> None:
+        super().__init__(traits)
+        self._lock = RLock()
+        self._numbers = itertools.count()
 
     @contextmanager
     def transaction(self) -> Iterator[None]:

@@ -16,24 +16,21 @@ from hf_paged.core.sequence import Sequence
 from hf_paged.engine.core import EngineCore
 from hf_paged.engine.decoding_loop import DecodingLoop
 from hf_paged.engine.kv_pool import KV_DTYPES
-from hf_paged.engine.remote_rows import unsupported_on_ranks
+from hf_paged.engine.remote_rows import ModelLayers, unsupported_on_ranks
 from hf_paged.engine.residency import Residency
 from hf_paged.kernels import reference
 from hf_paged.kernels.transfers import to_device
 from hf_paged.memory.streams import among_steps, hand_out
 
 
-class RowStore:
+class RowStore(ModelLayers):
     """Rows in one engine's pool, for `PagedCache` (`cache.SequenceStore`)."""
 
     def __init__(self, core: EngineCore) -> None:
+        super().__init__(core.traits)
         self._core = core
         self._pool = core.pool
         self.residency = Residency(core)
-
-    @property
-    def num_layers(self) -> int:
-        return self._core.traits.num_layers
 
     def transaction(self) -> AbstractContextManager[None]:
         return self._core.transaction()
@@ -87,18 +84,6 @@ class RowStore:
     def keep_past(self, sequence: Sequence) -> None:
         """Has layers with a window keep the tokens before it, until the next crop."""
         self._core.manager.keep_past(sequence.seq_id)
-
-    def windows(self) -> list[int | None]:
-        """The last tokens that each layer keeps and a query sees, itself included; `None`: all."""
-        return [None if layer is None else layer.window for layer in self._core.traits.stored]
-
-    def stores(self, layer: int) -> bool:
-        """Whether a layer has keys and values of its own; `num_layers + layer`: its indexer."""
-        stored = self._core.traits.stored
-        return 0 <= layer < len(stored) and stored[layer] is not None
-
-    def caches_tokens(self) -> list[bool]:
-        return [layer is not None for layer in self._core.traits.layers]
 
     @contextmanager
     def held(self, cache: PagedCache, loop: DecodingLoop | None = None) -> Iterator[None]:

@@ -22,20 +22,10 @@ def request_key(prompt: Tensor, generation_config: Any, *wanted: object) -> tupl
 
 def tell_end(leader: Leader, number: int, state: RequestState) -> None:
     """Tells the other ranks how a request ended, when it has."""
-    if not state.is_done:
-        return
-    output, said = state.output, None
-    if output is not None:
-        said = {
-            "events": state.events,
-            "sequences": output.sequences,
-            "reasons": output.finish_reasons,
-            "scores": output.scores,
-            "logprobs": output.logprobs,
-            "prompt_logprobs": output.prompt_logprobs,
-        }
-    with suppress(RankError):  # which all others hear, too
-        leader.end(number, (None if state.error is None else sendable(state.error), said))
+    if state.is_done:
+        error = None if state.error is None else sendable(state.error)
+        with suppress(RankError):  # which all others hear, too
+            leader.end(number, (error, state.events, state.output))
 
 
 def hear_end(state: RequestState, outcome: bytes | RankError) -> None:
@@ -43,10 +33,10 @@ def hear_end(state: RequestState, outcome: bytes | RankError) -> None:
     if isinstance(outcome, RankError):
         state.fail(outcome)
         return
-    error, output = pickle.loads(outcome)
+    error, events, output = pickle.loads(outcome)
     if error is not None:
         state.fail(error)
         return
-    for event in output.pop("events"):
+    for event in events:
         state.push(*event)
-    state.finish(**output)
+    state.finish(output.sequences, output.finish_reasons, output.scores, output.logprobs, output.prompt_logprobs)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from hf_paged.core.errors import QueueFullError
+from hf_paged.core.interrupts import allowed_interrupt
 from hf_paged.engine.call_context import call_context, within
 from hf_paged.engine.calls import Calls
 from hf_paged.engine.core import EngineCore
@@ -20,7 +24,6 @@ from hf_paged.engine.decoding_loop import DecodingLoop
 from hf_paged.engine.follower import Follower
 from hf_paged.engine.leader import sendable
 from hf_paged.engine.loop_request import run_later, run_prepared, score
-from hf_paged.engine.many_prompts import generate_all
 from hf_paged.engine.prepared_call import PreparedCall
 from hf_paged.engine.prompts import check_arguments, one_prompt
 from hf_paged.engine.rank_request import hear_end, request_key, tell_end
@@ -275,8 +278,46 @@ class Submissions:
     def run_all(
         self, prompts: Iterable[Any], submit: Callable[[Any], Request], progress_bar: bool
     ) -> list[RequestOutput]:
-        """Submits all prompts, and waits for them."""
-        return generate_all(self._core, self._room, prompts, submit, self._waiting, progress_bar)
+        """Submits all prompts, in order and a little ahead of what can run, and waits for them."""
+        if isinstance(prompts, str | Tensor) or not isinstance(prompts, Iterable):
+            raise ValueError(f"prompts must be a list of prompts, each of token ids, got a {type(prompts).__name__}")
+        prompts, config = list(prompts), self._core.config
+        ahead = 2 * config.max_num_seqs  # memory for requests in flight, not for all of them
+        if config.max_waiting is not None:
+            ahead = min(ahead, config.max_waiting)
+        results: dict[int, RequestOutput] = {}
+        running: dict[int, Request] = {}
+        done: queue.SimpleQueue[int] = queue.SimpleQueue()
+        remaining = deque(enumerate(prompts))
+
+        def finished(seconds: float) -> Iterator[int]:
+            with suppress(queue.Empty):
+                with self._waiting(), allowed_interrupt():
+                    first = done.get(timeout=seconds) if seconds else done.get_nowait()
+                yield first
+                while True:
+                    yield done.get_nowait()
+
+        with tqdm(total=len(prompts), disable=not progress_bar, unit="prompt", desc="generate") as bar:
+            try:
+                while remaining or running:
+                    seconds = 1.0 if running else 0.01
+                    if remaining and len(running) < ahead and self._room.is_free:
+                        with suppress(QueueFullError):  # another caller was faster
+                            index, prompt = remaining[0]
+                            running[index] = submit(prompt)
+                            remaining.popleft()
+                            running[index].on_done(partial(done.put, index))
+                            seconds = 0.0
+                    for index in finished(seconds):
+                        results[index] = running.pop(index).result()
+                        bar.set_postfix(running=self._core.num_running, refresh=False)
+                        bar.update()
+            except BaseException:
+                for request in running.values():
+                    request.cancel()
+                raise
+        return [results[index] for index in range(len(prompts))]
 
     def cancel_all(self) -> None:
         """Cancels every unfinished request."""

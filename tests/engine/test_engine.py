@@ -25,7 +25,7 @@ from helpers.requests import ENDLESS, SAMPLE, Brake, Gate, blocks_in_use, settle
 from helpers.user_code import Asker, NextToken, StopAll
 from helpers.waiting import PATIENCE, eventually
 from hf_paged import PagedCache, Request, RequestOutput
-from hf_paged.engine import many_prompts
+from hf_paged.engine import submission
 from hf_paged.engine.sampled_run import SampledRun
 from hf_paged.engine.submission import Submissions
 from hf_paged.model.weights_version import WeightsVersion
@@ -602,7 +602,7 @@ def test_results_are_counted_while_prompts_are_submitted(pair: Pair, monkeypatch
         order.append("weights")
         return key(self)
 
-    monkeypatch.setattr(many_prompts, "tqdm", Bar)
+    monkeypatch.setattr(submission, "tqdm", Bar)
     monkeypatch.setattr(Submissions, "submit", slowly)
     monkeypatch.setattr(WeightsVersion, "key", note)
     prompts = [random_ids(1, 3 + seed, seed=seed)[0].tolist() for seed in range(20)]

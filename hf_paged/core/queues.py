@@ -165,7 +165,7 @@ class Queues:
                 if not sequence.num_tokens or not sequence.is_recomputable:
                     continue
                 if sequence.num_computed_tokens or group.arrival in self.in_flight:
-                    sequence.is_stale = True
+                    sequence.is_recomputable = False
                 elif state is not None and sequence.extra_key and not group.is_idle:
                     sequence.extra_key = (*state, *sequence.extra_key[len(state) :])
                     num_renewed += sequence.num_prompt_tokens < sequence.num_tokens - sequence.num_drafts

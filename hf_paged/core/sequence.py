@@ -111,9 +111,9 @@ class Sequence:
         extra_key: What besides the tokens the keys and values depend on, the model's state, the position offset and a
             cache salt: part of the block hash.
         given_end: Index behind its last `GivenToken`, or more.
-        is_stale: Some of its keys and values would come out otherwise now: of older weights, another adapter, a mask
-            with holes, or rotary frequencies that depended on the longest row of their step. They can't be hashed nor
-            computed again.
+        is_recomputable: Its keys and values are a function of known tokens and the model as it is. If not, some would
+            come out otherwise now: of older weights, another adapter, a mask with holes, or rotary frequencies that
+            depended on the longest row of their step. They can't be hashed nor computed again.
         spans: First token, and that behind the last, of each run of tokens that see each other, whichever comes first
             (those of a picture, of some models): they are computed in one step.
         wanted: Indices of its tokens whose logits are wanted, in the order of the caller's; `None`: of the last one.
@@ -134,16 +134,11 @@ class Sequence:
     position_offset: int = 0
     extra_key: tuple[Hashable, ...] = ()
     given_end: int = 0
-    is_stale: bool = False
+    is_recomputable: bool = True
     spans: tuple[tuple[int, int], ...] = ()
     wanted: list[int] | None = None
     placeholder: int = -1
     num_drafts: int = 0
-
-    @property
-    def is_recomputable(self) -> bool:
-        """Whether the pool's content for this sequence is a function of known tokens and the model as it is."""
-        return not self.is_stale
 
     @property
     def has_placeholders(self) -> bool:

@@ -103,7 +103,7 @@ class Sequences:
         sequence.num_at_once = min(sequence.num_at_once, num_tokens)
         if sequence.spans:
             # What is left of a run has seen the rest of it.
-            sequence.is_stale |= sequence.span_start(num_tokens) < num_tokens
+            sequence.is_recomputable &= sequence.span_start(num_tokens) >= num_tokens
             sequence.spans = tuple(span for span in sequence.spans if span[1] <= num_tokens)
         sequence.num_computed_tokens = min(sequence.num_computed_tokens, num_tokens)
         if num_tokens:

@@ -182,7 +182,7 @@ class CallerForwards:
                 # Frequencies are those of the moment from here on; only this call's steps know its rows' adapters.
                 if padding is None or (limit is not None and packed.longest >= limit) or hooks.has_rows_of_mine:
                     for sequence in sequences:
-                        sequence.is_stale = True
+                        sequence.is_recomputable = False
                 rows = [row for row, sequence in enumerate(sequences) if sequence.num_uncomputed_tokens]
                 batch = self._store.residency.schedule_together([sequences[row] for row in rows])
             called = CalledForward(call.arguments(), call.twin, rows, len(sequences), width, packed.length)

@@ -135,12 +135,13 @@ class PackedForward:
         for row, sequence in enumerate(self.sequences):
             new = self.length - max(self.padding[row] - self.width, 0)
             if sequence.num_tokens == 0:
-                sequence.position_offset, sequence.is_stale = self.offsets[row], False
+                sequence.position_offset, sequence.is_recomputable = self.offsets[row], True
                 sequence.extra_key = (*(state or ()), sequence.position_offset, *salt)
             elif state is not None and sequence.extra_key[: len(state)] != state:
                 if sequence.num_uncomputed_tokens:
                     sequence.check_state(state)
-                sequence.is_stale = True  # older weights or another adapter wrote the beginning: only the pool has it
+                # Older weights or another adapter wrote the beginning: only the pool has it.
+                sequence.is_recomputable = False
             first = len(sequence.token_ids)
             tokens, spans = self._tokens(row, new, new_ids, given_rows, first, sequence.position_offset)
             if given_rows is not None or spans or not self._is_plain(row, sequence.position_offset):

@@ -43,7 +43,7 @@ class Setup:
         priority: int = 0,
         batch_key: Hashable = None,
         owner: object = None,
-        is_stale: bool = False,
+        is_recomputable: bool = True,
         is_wanted: bool = True,
         logits_from: int | None = None,
     ) -> Sequence:
@@ -53,7 +53,7 @@ class Setup:
         if isinstance(tokens, int):
             self.next_token += 1000
             tokens = [self.next_token + i for i in range(tokens)]
-        sequence.token_ids, sequence.is_stale = list(tokens), is_stale
+        sequence.token_ids, sequence.is_recomputable = list(tokens), is_recomputable
         sequence.num_tokens = len(tokens)
         sequence.logits_from = len(tokens) - 1 if logits_from is None else logits_from
         sequence.is_wanted = is_wanted
@@ -498,7 +498,7 @@ def test_a_block_that_is_still_cached_is_not_copied_back() -> None:
 
 def test_what_cannot_be_computed_again_is_swapped() -> None:
     setup = Setup(num_blocks=4, num_swap_blocks=4)
-    a, kept = setup.computed(4), setup.computed(4, is_stale=True)
+    a, kept = setup.computed(4), setup.computed(4, is_recomputable=False)
     setup.extend(a)
     step = setup.step()
     assert len(step.swap_outs) == 2 and status(a, kept) == [RUNNING, SWAPPED]
@@ -507,7 +507,7 @@ def test_what_cannot_be_computed_again_is_swapped() -> None:
 
 def test_without_room_in_cpu_memory_a_group_is_dropped_if_it_can_be() -> None:
     setup = Setup(num_blocks=6, num_swap_blocks=1, prefers_swap=True)
-    a, kept, known = setup.computed(4), setup.computed(4, is_stale=True), setup.computed(4)
+    a, kept, known = setup.computed(4), setup.computed(4, is_recomputable=False), setup.computed(4)
     setup.extend(a)
     assert setup.step().swap_outs == [] and status(a, kept, known) == [RUNNING, RUNNING, WAITING]
 
@@ -529,10 +529,10 @@ def test_swapped_groups_come_back_before_waiting_ones_are_admitted() -> None:
 def test_a_step_that_swaps_in_does_not_swap_out_any_more() -> None:
     """Its swap-outs come first, and would go to the CPU blocks that the swap-ins read."""
     setup = Setup(num_blocks=8, num_swap_blocks=8, prefers_swap=True)
-    a, b = setup.computed(4, is_stale=True), setup.computed(4, is_stale=True)
+    a, b = setup.computed(4, is_recomputable=False), setup.computed(4, is_recomputable=False)
     for sequence in (a, b):
         setup.scheduler.preemption.preempt(sequence.group)
-    idle = setup.computed(8, is_stale=True)
+    idle = setup.computed(8, is_recomputable=False)
     idle.group.is_idle = True
     setup.extend(a, b)
     step = setup.step()
@@ -546,7 +546,7 @@ def test_a_swapped_group_comes_back_only_with_room_for_its_copies() -> None:
     setup = Setup(num_blocks=8, block_size=4, num_swap_blocks=8, prefers_swap=True, caching=False)
     rows = setup.beams(3, 2)
     setup.scheduler.preemption.preempt(rows[0].group)
-    blocker = setup.computed(16, is_stale=True)
+    blocker = setup.computed(16, is_recomputable=False)
     setup.extend(*rows, num_tokens=2)
     step = setup.step()  # one to swap in, one to copy, two to grow: exactly what is free, but for the watermark
     assert step.chunks == step.swap_ins == [] and status(rows[0], blocker) == [SWAPPED, RUNNING]
@@ -576,7 +576,7 @@ def test_a_swapped_group_that_outgrows_the_pool_is_computed_again_row_by_row() -
 
 def test_preempt_all_is_all_or_nothing() -> None:
     setup = Setup(num_swap_blocks=16)
-    a, b, kept = setup.computed(2), setup.computed(2), setup.computed(2, is_stale=True)
+    a, b, kept = setup.computed(2), setup.computed(2), setup.computed(2, is_recomputable=False)
     assert setup.scheduler.preemption.preempt_all() == 1
     assert setup.scheduler.preemption.num_preemptions == 0 and status(a, b, kept) == [RUNNING] * 3
     setup.scheduler.free(kept)
@@ -642,7 +642,7 @@ def test_rows_of_a_pinned_group_are_not_dropped_for_each_other() -> None:
 def test_out_of_blocks_leaves_a_waiting_group_waiting() -> None:
     setup = Setup(num_blocks=4, num_swap_blocks=4, prefers_swap=True)
     setup.scheduler.free(setup.computed([1, 2, 3, 4]))
-    pinned, other = setup.computed(2, is_stale=True), setup.computed(2)
+    pinned, other = setup.computed(2, is_recomputable=False), setup.computed(2)
     pinned.group.num_pins += 1
     big = setup.add([1, 2, 3, 4, *range(10, 20)])
     with pytest.raises(OutOfBlocksError) as caught:

@@ -367,17 +367,17 @@ class World:
         ):
             return
         sequences = [row.sequence for row in request.rows]
-        known = [(sequence.token_ids, sequence.is_stale) for sequence in sequences]
+        known = [(sequence.token_ids, sequence.is_recomputable) for sequence in sequences]
         for sequence in sequences:
             sequence.token_ids = sequence.token_ids + [0] * num_tokens
-            sequence.is_stale = True
+            sequence.is_recomputable = False
             sequence.num_tokens += num_tokens
         try:
             batch = self.scheduler.schedule_together(sequences)
         except OutOfBlocksError as error:
             self._execute_copies(BlockMoves(swap_outs=error.swap_outs))
-            for sequence, (token_ids, is_stale) in zip(sequences, known):
-                sequence.token_ids, sequence.is_stale = token_ids, is_stale
+            for sequence, (token_ids, is_recomputable) in zip(sequences, known):
+                sequence.token_ids, sequence.is_recomputable = token_ids, is_recomputable
                 sequence.num_tokens -= num_tokens
             assert not self._preemptible(request.groups), "some could have been preempted"
             return
@@ -890,7 +890,7 @@ class World:
         if has_no_ids:
             self.next_unknown += 100
             tokens = [self.next_unknown + i for i in range(len(tokens))]
-            sequence.is_stale = True
+            sequence.is_recomputable = False
         sequence.token_ids += tokens
         for token in tokens:
             row.values.append(_value(row.values[-1] if row.values else None, token, len(row.inputs), row.request.key))

@@ -71,6 +71,8 @@ def _decoding(loop: str) -> Callable[..., Any]:
         )
         if call.is_submitted:  # which is shared between ranks as a request
             return prepare(self, call)
+        if engine.ranks is None:
+            return run_call(engine, prepare(self, call))
         return run_on_ranks(engine, loop, call, call.device, lambda: run_call(engine, prepare(self, call)))
 
     return decode

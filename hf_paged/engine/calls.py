@@ -168,22 +168,23 @@ class Calls:
         Raises:
             Exception: What the call raised.
         """
-        with deferred_interrupt(), self._core.worker.leading():
+        worker = self._core.worker
+        with deferred_interrupt(), worker.leading():
             on_token, on_end = (None, None) if stream is None else (stream.put, stream.close)
             run = self.start(call, on_token, on_end=on_end)
             try:
                 if stream is not None:
                     if isinstance(run, SampledRun):
-                        run.run_alone(stream.hand_out)
+                        worker.run_alone(run.done, stream.hand_out)
                     stream.follow()
-                run.wait()
+                worker.wait(run.done)
                 if run.error is not None:
                     raise run.error
             except BaseException:
                 if not run.is_done:
                     self.cancel(run)
                     self.wake()
-                    run.wait(timeout=60)  # no longer than the step it is in
+                    worker.wait(run.done, timeout=60)  # no longer than the step it is in
                 raise
         return run
 

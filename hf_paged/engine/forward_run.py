@@ -64,7 +64,7 @@ class ForwardRun(Run):
             if loop.is_cancelled:
                 loop.on_cancel()
         try:
-            self.wait()
+            self._worker.wait(self.done)
         finally:
             if loop is not None:
                 loop.on_cancel = None  # a request's handle leads to its caller: not also to the forwards it made

@@ -55,6 +55,7 @@ class Run:
     """Waits for the uncomputed tokens of sequences: a caller's forward, or rows that the engine generates.
 
     Attributes:
+        done: Set at its end; its caller waits for that by `StepWorker.wait`.
         error: Why it failed.
         rows: The rows of the result; a forward has none.
         scores: Of beams only: those of the rows.
@@ -70,7 +71,7 @@ class Run:
         self._pool = pool
         self._worker = worker
         self._on_end = on_end
-        self._done = threading.Event()
+        self.done = threading.Event()
         self.error: BaseException | None = None
         self.rows: list[Row] = []
         self.scores: list[float] | None = None
@@ -79,20 +80,12 @@ class Run:
     @property
     def is_done(self) -> bool:
         """Whether it is over, or has failed."""
-        return self._done.is_set()
+        return self.done.is_set()
 
     @property
     def num_tokens(self) -> int:
         """Tokens generated; of beams none before the end, where it is known which they are."""
         return sum(len(row.tokens) for row in self.rows)
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Blocks until it is over; False if the timeout (seconds) is over first."""
-        return self._worker.wait(self._done, timeout)
-
-    def run_alone(self, between: Callable[[], bool]) -> None:
-        """Runs the steps here while this thread leads; see `StepWorker.run_alone`."""
-        self._worker.run_alone(self._done, between)
 
     def cancel(self) -> None:
         """Ends it as `"cancelled"`. The pool's lock is held, and no step runs."""
@@ -153,6 +146,6 @@ class Run:
 
     def _finish(self) -> None:
         on_end, self._on_end = self._on_end, None  # it knows this, too
-        self._done.set()
+        self.done.set()
         if on_end is not None:
             on_end()

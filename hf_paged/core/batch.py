@@ -124,14 +124,6 @@ class Batch(BlockMoves):
         return list(zip(self.seq_ids, self.starts, self.query_lens, strict=True))
 
 
-def group_tables(tables: list[list[array[int]]]) -> tuple[GroupTables, ...]:
-    """Copies of some rows' block tables in each group of layers."""
-    if not tables:
-        return ()
-    counts = array("q", [len(blocks) for blocks in tables[0]])  # the same in all groups
-    return tuple([GroupTables(array("i", b"".join(own)), counts) for own in tables])
-
-
 def lay_out(
     chunks: list[Chunk],
     tables: list[list[array[int]]],
@@ -163,6 +155,7 @@ def lay_out(
     is_done = num_decodes > 0 and tokens.add_decodes(sequences[:num_decodes], starts[:num_decodes])
     if not is_done or num_decodes < len(chunks):
         tokens.add(chunks, num_decodes if is_done else 0)
+    counts = array("q", [len(blocks) for blocks in tables[0]] if tables else [])  # the same in all groups
     return Batch(
         swap_outs=moves.swap_outs,
         swap_ins=moves.swap_ins,
@@ -180,7 +173,7 @@ def lay_out(
         spans=tuple(tokens.spans),
         logit_rows=tokens.logit_rows,
         logit_starts=tokens.logit_starts,
-        tables=group_tables(tables),
+        tables=tuple([GroupTables(array("i", b"".join(own)), counts) for own in tables]),
         state_blocks=array("i") if states is None else states,
         nums_at_once=array("q", [sequence.num_at_once for sequence in sequences] if states else []),
         batch_key=batch_key,

@@ -74,10 +74,6 @@ class BlockTables:
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self.by_id
 
-    def sequences(self) -> list[int]:
-        """Ids of the live sequences, oldest first."""
-        return list(self.by_id)
-
     def num_tokens(self, seq_id: int) -> int:
         """Tokens that the sequence has slots for."""
         return self.get(seq_id).num_tokens

@@ -49,11 +49,6 @@ class Treatment:
     counts_ids: bool = False
     least: tuple[str, ...] = ()
 
-    @property
-    def own(self) -> set[str | None]:
-        """Settings of which each row may have its own value."""
-        return {self.column, *self.least}
-
 
 class _Divisor:
     """Divides scores and multiplies them, as a Python number does: a GPU multiplies by a number's reciprocal.
@@ -198,7 +193,8 @@ def _kind(processor: Any) -> Hashable:
         return None
     if getattr(processor, "prompt_ignore_length", None) is not None:  # looks where tokens are
         return None
-    settings = ((key, _plain(value)) for key, value in sorted(vars(processor).items()) if key not in treatment.own)
+    own = {treatment.column, *treatment.least}  # of which each row may have its own value
+    settings = ((key, _plain(value)) for key, value in sorted(vars(processor).items()) if key not in own)
     return type(processor), tuple(settings)
 
 

@@ -260,19 +260,13 @@ def _choose(batches: list[SamplingBatch], logits: Tensor) -> tuple[Tensor, Logpr
     parts = zip(batches, tokens.split(lengths), strict=True)
     noted = [(batch, part) for batch, part in parts if batch.sampler.table is not None]
     if noted:
-        _note(noted)
+        table = noted[0][0].sampler.table
+        assert table is not None
+        table.write(*_table_rows([batch for batch, _ in noted]), torch.cat([part for _, part in noted]).clamp(min=0))
     wanted = first.logprobs
     if wanted is None:
         return tokens, None
     return tokens, Logprobs(scores if wanted.is_processed else raw, tokens, wanted.num_top)
-
-
-def _note(noted: list[tuple[SamplingBatch, Tensor]]) -> None:
-    """Puts the tokens of calls of one kind that have theirs in the table into it."""
-    table = noted[0][0].sampler.table
-    assert table is not None
-    tokens = torch.cat([part for _, part in noted]).clamp(min=0)
-    table.write(*_table_rows([batch for batch, _ in noted]), tokens)
 
 
 def _table_rows(batches: list[SamplingBatch]) -> tuple[list[int], list[int]]:

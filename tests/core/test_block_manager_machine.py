@@ -484,7 +484,7 @@ class World:
         manager, size = self.manager, self.block_size
         manager.check_invariants()
         self.ledger.follow(manager)
-        assert manager.sequences() == list(self.models)
+        assert list(manager.by_id) == list(self.models)
         stored: set[tuple[int, int]] = set()
         swapped: set[int] = set()
         for seq_id, model in self.models.items():

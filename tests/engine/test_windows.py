@@ -54,7 +54,7 @@ def test_blocks_that_a_sequence_holds(
     def look(*_: Any) -> None:
         nonlocal num_rows
         manager = pair.engine.core.manager
-        for seq_id in manager.sequences():
+        for seq_id in manager.by_id:
             num_rows += 1
             for table, window in zip(manager.block_tables(seq_id), windows(pair), strict=True):
                 if window is not None:
@@ -129,7 +129,7 @@ def test_candidates_taken_back(make_pair: MakePair, name: str, arguments: dict[s
     def look(*_: Any) -> None:
         nonlocal most
         manager = pair.engine.core.manager
-        for seq_id in manager.sequences():
+        for seq_id in manager.by_id:
             if manager.num_tokens(seq_id) > 20:  # behind the prompt
                 for table, window in zip(manager.block_tables(seq_id), windows(pair), strict=True):
                     most = max(most, 0 if window is None else sum(block >= 0 for block in table) - window)

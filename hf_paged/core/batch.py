@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable
-from dataclasses import dataclass, field
-from operator import add, sub
+from dataclasses import dataclass, field, fields
+from operator import add, attrgetter, sub
 from typing import Any
 
 from hf_paged.core.sequence import GivenToken, Sequence, Token
@@ -122,6 +122,26 @@ class Batch(BlockMoves):
     def chunks(self) -> list[tuple[int, int, int]]:
         """The sequence, first token and number of tokens of each row."""
         return list(zip(self.seq_ids, self.starts, self.query_lens, strict=True))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled with bytes in place of arrays, which take several times as long: each rank gets each step."""
+        tables = [table.blocks.tobytes() for table in self.tables]
+        counts = self.tables[0].counts.tobytes() if tables else b""  # the same in all groups
+        values = [value.tobytes() if isinstance(value, array) else value for value in _VALUES(self)]
+        return _unpickled, (values, tables, counts)
+
+
+_NAMES = [field.name for field in fields(Batch) if field.name != "tables"]
+_VALUES = attrgetter(*_NAMES)
+
+
+def _unpickled(values: list[Any], tables: list[bytes], counts: bytes) -> Batch:
+    given: dict[str, Any] = {
+        name: array("i" if name == "state_blocks" else "q", value) if isinstance(value, bytes) else value
+        for name, value in zip(_NAMES, values, strict=True)
+    }
+    rows = array("q", counts)
+    return Batch(tables=tuple([GroupTables(array("i", blocks), rows) for blocks in tables]), **given)
 
 
 def lay_out(

@@ -9,8 +9,10 @@ from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hf_paged.core.batch import Batch, BlockMoves, Chunk, lay_out
+from hf_paged.core.batch import Batch, BlockMoves, Chunk, GroupTables, lay_out
 from hf_paged.core.sequence import GivenToken, Sequence, SequenceGroup
 
 
@@ -141,6 +143,42 @@ def test_it_travels_whole() -> None:
     packed = pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL)
     assert pickle.loads(packed) == batch
     assert len(packed) < 64 * 8 * 10 + 1500, "numbers, no objects"
+
+
+_NUMBERS = st.integers(-(2**63), 2**63 - 1)
+_BLOCKS = st.integers(-1, 2**31 - 1)
+_PAIRS = st.lists(st.tuples(_BLOCKS, _BLOCKS), max_size=3)
+
+
+def _arrays(kind: str = "q") -> st.SearchStrategy[array[int]]:
+    return st.lists(_BLOCKS if kind == "i" else _NUMBERS, max_size=9).map(lambda values: array(kind, values))
+
+
+@st.composite
+def batches(draw: Any) -> Batch:
+    counts = draw(st.lists(st.integers(0, 4), max_size=4))
+    blocks = st.lists(_BLOCKS, min_size=sum(counts), max_size=sum(counts)).map(lambda values: array("i", values))
+    tables = draw(st.lists(blocks, max_size=3))
+    names = ("seq_ids", "starts", "query_lens", "token_ids", "positions", "embedded", "logit_rows", "logit_starts")
+    return Batch(
+        number=draw(_NUMBERS),
+        is_stalled=draw(st.booleans()),
+        placeholders=draw(st.none() | _arrays()),
+        axes=draw(st.none() | _arrays()),
+        spans=tuple(draw(st.lists(st.tuples(_NUMBERS, _NUMBERS, _NUMBERS), max_size=3))),
+        tables=tuple(GroupTables(own, array("q", counts)) for own in tables),
+        state_blocks=draw(_arrays("i")),
+        nums_at_once=draw(_arrays()),
+        block_copies=draw(_PAIRS),
+        new_blocks=draw(st.lists(_BLOCKS, max_size=3)),
+        **{name: draw(_arrays()) for name in names},
+    )
+
+
+@given(batch=batches())
+def test_it_comes_out_as_it_went_in(batch: Batch) -> None:
+    found = pickle.loads(pickle.dumps(batch))
+    assert found == batch and repr(found) == repr(batch), "of the same types, too"
 
 
 def test_given_tokens_are_told_apart_by_all_they_were_given() -> None:

@@ -124,9 +124,10 @@ def launches(case: Case, target: str) -> list[Specialisation]:
             )
             work, scratch = on_meta(96, 4, dtype=torch.int32), on_meta(1 << 20, dtype=torch.float32)
             split = work[:80], work[80:]
-            latent_attention.latent_decode(
-                output, query, pool, 3, tables, lens, *split, latent**-0.5, 0, 0.0, None, scratch
+            call = launch.LayerAttention(
+                output, query, pool, 3, tables, lens, None, latent**-0.5, 0, 0.0, None, scratch
             )
+            latent_attention.latent_decode(call, *split)
             states = (on_meta(64, 1, width, dtype=dtype) for width in (latent, rotary))
             latent_attention.write_latents(*states, pool, 3, slots)
         elif case.kernel == "write":

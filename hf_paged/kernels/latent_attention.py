@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_paged.kernels.launch import FP8_FORMATS, Device, Tiling, codes, device_of, next_power_of_two
+from hf_paged.kernels.launch import FP8_FORMATS, Device, LayerAttention, Tiling, codes, next_power_of_two
 from hf_paged.kernels.online_softmax import start_rows
-from hf_paged.kernels.paged_decode import COMBINED_AT_ONCE, PROGRAMS_A_PROCESSOR, STATS, _combine_kernel
+from hf_paged.kernels.paged_decode import PROGRAMS_A_PROCESSOR, STATS, combine
 from hf_paged.kernels.tile_ops import LOG2_E, dot, dot_add, encode_fp8, load_states, tanh
 
 
@@ -249,11 +249,9 @@ def tiling(widths: LatentWidths, device: Device) -> Tiling:
     most = 64 if is_light or widths.padded[0] <= 256 else 32
     rows = max(16, min(most, next_power_of_two(widths.num_heads)))
     tokens, stages = (64, 3) if padded <= 320 else (32, 2 if rows > 32 else 3)
-    limit = device.shared_memory - 8192 - rows * padded * widths.itemsize
-    while (stages - 1) * tokens * padded * widths.pool_itemsize > limit and (stages > 2 or tokens > 16):
-        stages, tokens = (stages - 1, tokens) if stages > 2 else (stages, tokens // 2)
     is_wide = rows > 16 or widths.pool_itemsize == 1  # what fp8 codes become takes registers
-    return Tiling(rows, tokens, num_warps=8 if is_wide else 4, num_stages=stages)
+    shape = Tiling(rows, tokens, num_warps=8 if is_wide else 4, num_stages=stages)
+    return shape.fit(padded, widths.itemsize, widths.pool_itemsize, device, num_parts=1)
 
 
 def plan(widths: LatentWidths, device: Device) -> tuple[Tiling, int]:
@@ -263,78 +261,44 @@ def plan(widths: LatentWidths, device: Device) -> tuple[Tiling, int]:
     return shape, -(-PROGRAMS_A_PROCESSOR * device.num_processors // programs)
 
 
-def latent_decode(
-    output: Tensor,
-    query: Tensor,
-    kv_cache: Tensor,
-    layer: int,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    items: Tensor,
-    split: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
-    partials: Tensor,
-) -> None:
+def latent_decode(call: LayerAttention, items: Tensor, split: Tensor) -> None:
     """Attends for the sequences that `items` lists, which have one new token each.
 
     Args:
-        output: `[T, num_heads, latent_dim]`, contiguous, written.
-        query: `[T, num_heads, latent_dim + rotary_dim]`, contiguous.
-        kv_cache: `[blocks, layers, 1, 1, block_size, latent_dim + rotary_dim]`.
-        layer: Layer index.
-        block_tables: `[T, N]` int32.
-        seq_lens: `[T]` int32.
+        call: Where everything is: the output is as wide as a latent, the contiguous query as a row of the pool.
         items: `[I, 4]` int32, of `decode_work.share_out`, in tiles of `plan`'s shape.
         split: `[S, 4]` int32, of the same; where it is empty, no second kernel is launched.
-        scale: Factor on the scores.
-        window: Tokens a query sees, itself included; 0: all before it.
-        softcap: Bound of the scores; 0: none.
-        sinks: `[num_heads]` scores or `None`.
-        partials: Float32 scratch.
     """
-    device = device_of(kv_cache.device)
-    widths = LatentWidths.of(query, kv_cache, output.shape[2])
-    shape, (padded_latent, padded_rotary) = tiling(widths, device), widths.padded
+    widths = LatentWidths.of(call.query, call.kv_cache, call.output.shape[2])
+    shape, (padded_latent, padded_rotary) = tiling(widths, call.device), widths.padded
     _latent_decode_kernel[(items.shape[0] * -(-widths.num_heads // shape.rows),)](
-        output,
-        partials,
-        query,
-        codes(kv_cache),
-        block_tables,
-        seq_lens,
+        call.output,
+        call.partials,
+        call.query,
+        call.pool,
+        call.block_tables,
+        call.seq_lens,
         items,
-        sinks,
-        layer,
-        scale,
-        softcap,
-        window,
-        block_tables.stride(0),
-        *kv_cache.stride()[:2],
+        call.sinks,
+        call.layer,
+        call.scale,
+        call.softcap,
+        call.window,
+        call.block_tables.stride(0),
+        *call.kv_cache.stride()[:2],
         NUM_HEADS=widths.num_heads,
         M=shape.rows,
-        BLOCK_SIZE=kv_cache.shape[4],
+        BLOCK_SIZE=call.block_size,
         TILE=shape.tokens,
         LATENT=widths.latent_dim,
         L=padded_latent,
         ROTARY=widths.row_dim - widths.latent_dim,
         R=padded_rotary,
-        FORMAT=FP8_FORMATS.get(kv_cache.dtype, ""),
-        NATIVE=device.has_native_fp8,
-        HAS_WINDOW=window > 0,
-        HAS_SOFTCAP=softcap > 0,
+        FORMAT=call.fp8_format,
+        NATIVE=call.device.has_native_fp8,
+        HAS_WINDOW=call.window > 0,
+        HAS_SOFTCAP=call.softcap > 0,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
     )
-    if split.shape[0]:
-        _combine_kernel[(split.shape[0], widths.num_heads)](
-            output,
-            partials,
-            split,
-            HEAD_DIM=widths.latent_dim,
-            D=padded_latent,
-            CHUNK=COMBINED_AT_ONCE,
-            num_warps=4,
-        )
+    combine(call, split, padded_latent)

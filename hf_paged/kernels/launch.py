@@ -32,7 +32,7 @@ class Tiling(NamedTuple):
     num_warps: int
     num_stages: int
 
-    def fit(self, padded_dim: int, itemsize: int, pool_itemsize: int, device: Device) -> Tiling:
+    def fit(self, padded_dim: int, itemsize: int, pool_itemsize: int, device: Device, num_parts: int = 2) -> Tiling:
         """The same tile with fewer stages, then with fewer tokens, until the device has the shared memory for it.
 
         Args:
@@ -40,11 +40,12 @@ class Tiling(NamedTuple):
             itemsize: Bytes of a query element.
             pool_itemsize: Bytes of an element of the pool.
             device: Where it runs.
+            num_parts: How many of a token's rows in the pool are read: a key and a value, or one of a latent.
         """
         tokens, num_stages = self.tokens, self.num_stages
         limit = device.shared_memory - 8192  # for the scores, and for what changes its layout on the way
         query_bytes = self.rows * padded_dim * itemsize
-        token_bytes = 2 * padded_dim * pool_itemsize
+        token_bytes = num_parts * padded_dim * pool_itemsize
         while query_bytes + (num_stages - 1) * tokens * token_bytes > limit and (num_stages > 2 or tokens > 16):
             num_stages, tokens = (num_stages - 1, tokens) if num_stages > 2 else (num_stages, tokens // 2)
         return self._replace(tokens=tokens, num_stages=num_stages)
@@ -94,13 +95,13 @@ class LayerAttention:
     """One layer's paged attention over a packed batch.
 
     Attributes:
-        output: `[T, num_heads, head_dim]`, contiguous, written.
+        output: `[T, num_heads, head_dim]`, contiguous, written; of latents as wide as these.
         query: `[T, num_heads, head_dim]`, the last dimension contiguous.
         kv_cache: The KV tensor.
         layer: Layer index.
         block_tables: `[S, N]` int32.
         seq_lens: `[S]` int32.
-        query_start_loc: `[S + 1]` int32.
+        query_start_loc: `[S + 1]` int32; `None`: one new token a sequence.
         scale: Factor on the scores.
         window: Tokens a query sees, itself included; 0: all before it.
         softcap: Bound of the scores; 0: none.
@@ -114,7 +115,7 @@ class LayerAttention:
     layer: int
     block_tables: Tensor
     seq_lens: Tensor
-    query_start_loc: Tensor
+    query_start_loc: Tensor | None
     scale: float
     window: int
     softcap: float

@@ -83,30 +83,11 @@ def _paged_attention(
             f"query must be [tokens, num_heads, {head_dim}] with num_heads a multiple of {num_kv_heads}, "
             f"got {list(query.shape)}"
         )
-    if scale <= 0 or softcap < 0 or window < 0:
-        raise ValueError(
-            f"scale must be above 0, softcap and window at least 0 (none), got {scale}, {softcap}, {window}"
-        )
-    needed = decode.partials_size(max_parts, query.shape[1], head_dim)
-    if partials.numel() < needed or partials.dtype != torch.float32:
-        raise ValueError(f"partials must hold {needed} float32 numbers, got {partials.numel()} of {partials.dtype}")
     if query.stride(2) != 1:
         query = query.contiguous()
     output = query.new_empty(query.shape)
-    call = LayerAttention(
-        output,
-        query,
-        kv_cache,
-        layer,
-        block_tables if block_tables.stride(1) == 1 else block_tables.contiguous(),
-        seq_lens.contiguous(),
-        query_start_loc.contiguous(),
-        scale,
-        window,
-        softcap,
-        sinks.contiguous() if sinks is not None else None,
-        partials,
-    )
+    where = output, query, kv_cache, layer, block_tables, seq_lens, query_start_loc.contiguous()
+    call = _call(*where, scale, window, softcap, sinks, partials, max_parts)
     if shared_items is not None and members is not None:
         if window:
             raise ValueError(f"tokens are read together by layers without a window, this one's is {window}")
@@ -151,30 +132,50 @@ def _latent_attention(
     width = kv_cache.shape[5]
     if query.dim() != 3 or query.shape[2] != width or not 0 < latent_dim < width:
         raise ValueError(f"query must be [rows, num_heads, {width}] with a latent in it, got {list(query.shape)}")
+    output = query.new_empty(*query.shape[:2], latent_dim)
+    where = output, query.contiguous(), kv_cache, layer, block_tables, seq_lens, None
+    call = _call(*where, scale, window, softcap, sinks, partials, max_parts)
+    latents.latent_decode(call, items.contiguous(), split.contiguous())
+    return output
+
+
+def _call(
+    output: Tensor,
+    query: Tensor,
+    kv_cache: Tensor,
+    layer: int,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+    partials: Tensor,
+    max_parts: int,
+) -> LayerAttention:
+    """What the launchers take. Refuses settings out of range, and too little scratch."""
     if scale <= 0 or softcap < 0 or window < 0:
         raise ValueError(
             f"scale must be above 0, softcap and window at least 0 (none), got {scale}, {softcap}, {window}"
         )
-    needed = decode.partials_size(max_parts, query.shape[1], latent_dim)
+    needed = decode.partials_size(max_parts, query.shape[1], output.shape[2])
     if partials.numel() < needed or partials.dtype != torch.float32:
         raise ValueError(f"partials must hold {needed} float32 numbers, got {partials.numel()} of {partials.dtype}")
-    output = query.new_empty(*query.shape[:2], latent_dim)
-    latents.latent_decode(
+    return LayerAttention(
         output,
-        query.contiguous(),
+        query,
         kv_cache,
         layer,
         block_tables if block_tables.stride(1) == 1 else block_tables.contiguous(),
         seq_lens.contiguous(),
-        items.contiguous(),
-        split.contiguous(),
+        query_start_loc,
         scale,
         window,
         softcap,
         sinks.contiguous() if sinks is not None else None,
         partials,
     )
-    return output
 
 
 def _copy_blocks(kv_cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
@@ -206,11 +207,8 @@ for _name, _function, _kv_cache_index in (
 
 
 @torch.library.register_fake("hf_paged::reshape_and_cache", lib=_LIBRARY)
-def _(*_: object) -> None:
-    return None
-
-
 @torch.library.register_fake("hf_paged::copy_blocks", lib=_LIBRARY)
+@torch.library.register_fake("hf_paged::write_latents", lib=_LIBRARY)
 def _(*_: object) -> None:
     return None
 
@@ -218,11 +216,6 @@ def _(*_: object) -> None:
 @torch.library.register_fake("hf_paged::paged_attention", lib=_LIBRARY)
 def _(query: Tensor, *_: object) -> Tensor:
     return query.new_empty(query.shape)
-
-
-@torch.library.register_fake("hf_paged::write_latents", lib=_LIBRARY)
-def _(*_: object) -> None:
-    return None
 
 
 @torch.library.register_fake("hf_paged::latent_attention", lib=_LIBRARY)

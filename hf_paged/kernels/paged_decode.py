@@ -249,13 +249,18 @@ def paged_decode(call: LayerAttention, items: Tensor, split: Tensor) -> None:
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
     )
+    combine(call, split, call.padded_dim)
+
+
+def combine(call: LayerAttention, split: Tensor, padded_dim: int) -> None:
+    """Combines the partial results of the sequences that `split` lists; `padded_dim`: an output's width, padded."""
     if split.shape[0]:
         _combine_kernel[(split.shape[0], call.num_heads)](
             call.output,
             call.partials,
             split,
-            HEAD_DIM=call.head_dim,
-            D=call.padded_dim,
+            HEAD_DIM=call.output.shape[2],
+            D=padded_dim,
             CHUNK=COMBINED_AT_ONCE,
             num_warps=4,
         )

@@ -14,7 +14,6 @@ from torch import Tensor
 from hf_paged.kernels.launch import next_power_of_two
 from hf_paged.kernels.layers import InputError, LayerKernels
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_NORM_DIM = 32768  # a row is one program's
 
 

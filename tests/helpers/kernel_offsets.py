@@ -284,10 +284,11 @@ def launch_all(pool: Tensor, dtype: torch.dtype, window: int) -> None:
         new = (on_meta(TOKENS, 1, width, dtype=dtype) for width in (LATENT, ROTARY))
         latent_attention.write_latents(*new, latents, layer, on_meta(TOKENS, dtype=torch.int64))
         query, output = (on_meta(TOKENS, 16, width, dtype=dtype) for width in (LATENT + ROTARY, LATENT))
-        latent_attention.latent_decode(
-            output, query, latents, layer, tables, lens, on_meta(2 * ROWS, 4), on_meta(ROWS, 4), 0.1, window, 0.0, None,
+        call = launch.LayerAttention(
+            output, query, latents, layer, tables, lens, None, 0.1, window, 0.0, None,
             on_meta(1 << 24, dtype=torch.float32),
         )  # fmt: skip
+        latent_attention.latent_decode(call, on_meta(2 * ROWS, 4), on_meta(ROWS, 4))
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ class PaddedGroup:
         is_whole: Whether the queries are all tokens of their sequences: nothing was computed before.
         block_size: Tokens in a block.
         null_block: Index of a block of zeros that no sequence owns.
-        block_rows: Row indices of a gather of `block_table`, the same for all layers; filled in by the first.
+        block_rows: As a `GatherView`'s.
     """
 
     token_index: Tensor

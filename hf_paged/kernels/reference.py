@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_paged.kernels.padded_groups import PaddedGroup
+from hf_paged.kernels.padded_groups import GatherView, PaddedGroup
 
 Read = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -83,9 +83,8 @@ def write_rows(key: Tensor, value: Tensor, kv_cache: Tensor, layer: int, rows: T
         both = torch.cat([key, value], dim=-1).reshape(-1, width)
         flat.index_copy_(0, rows, elements(quantize(both, kv_cache.dtype)))
         return
-    head_dim = width
     for part_rows, states in ((rows, key), (rows + num_heads * block_size, value)):
-        flat.index_copy_(0, part_rows, elements(quantize(states.reshape(-1, head_dim), kv_cache.dtype)))
+        flat.index_copy_(0, part_rows, elements(quantize(states.reshape(-1, width), kv_cache.dtype)))
 
 
 def _rows(kv_cache: Tensor, width: int) -> Tensor:
@@ -95,22 +94,6 @@ def _rows(kv_cache: Tensor, width: int) -> Tensor:
     pool = elements(kv_cache)
     num_rows = ((pool.shape[0] - 1) * pool.stride(0) + pool[0].numel()) // width
     return pool.as_strided((num_rows, width), (width, 1))
-
-
-def gather_blocks(
-    kv_cache: Tensor, layer: int, block_table: Tensor, key_dim: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """Keys and values of one layer for every block of a table, in one copy each.
-
-    Args:
-        layer: Layer index.
-        block_table: `[G, N]` int64.
-        key_dim: Width of a head's key; `None`: as its value's.
-
-    Returns:
-        Key and value, `[G, num_kv_heads, N * block_size, head_dim]`.
-    """
-    return gather_rows(kv_cache, layer, block_rows(kv_cache, block_table), block_table.shape[0], key_dim)
 
 
 def block_rows(kv_cache: Tensor, block_table: Tensor) -> Tensor:
@@ -132,7 +115,17 @@ def block_rows(kv_cache: Tensor, block_table: Tensor) -> Tensor:
 def gather_rows(
     kv_cache: Tensor, layer: int, rows: Tensor, num_sequences: int, key_dim: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`gather_blocks` with the table's rows at hand: `rows` is `block_rows(kv_cache, block_table)`."""
+    """Keys and values of one layer for every block of a table `[G, N]`, in one copy each.
+
+    Args:
+        layer: Layer index.
+        rows: The table's `block_rows`.
+        num_sequences: `G`.
+        key_dim: Width of a head's key; `None`: as its value's.
+
+    Returns:
+        Key and value, `[G, num_kv_heads, N * block_size, head_dim]`.
+    """
     _, _, num_parts, num_heads, block_size, width = kv_cache.shape
     states = _rows(kv_cache, block_size * width).index_select(0, rows + layer * num_parts * num_heads)
     states = states.view(num_parts, num_sequences, num_heads, -1, width).view(kv_cache.dtype)
@@ -140,11 +133,13 @@ def gather_rows(
 
 
 def _gather(
-    kv_cache: Tensor, layer: int, rows: Tensor, num_sequences: int, query: Tensor, read: Read | None
+    kv_cache: Tensor, layer: int, blocks: PaddedGroup | GatherView, query: Tensor, read: Read | None
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of these rows in the query's dtype; of rows of latents, those that `read` makes of them."""
+    """Keys and values of these blocks in the query's dtype; of rows of latents, those that `read` makes of them."""
+    if blocks.block_rows is None:
+        blocks.block_rows = block_rows(kv_cache, blocks.block_table)
     width = kv_cache.shape[5] if read is not None else query.shape[-1]
-    key, value = gather_rows(kv_cache, layer, rows, num_sequences, width)
+    key, value = gather_rows(kv_cache, layer, blocks.block_rows, len(blocks.block_table), width)
     key = key.to(query.dtype)
     return read(key) if read is not None else (key, value.to(query.dtype))
 
@@ -198,9 +193,7 @@ def paged_attention(
     def attend(rows: Tensor, group: PaddedGroup) -> Tensor:
         if is_plain and group.is_whole and (sliding_window is None or group.longest <= sliding_window):
             # Whole prompts: torch skips what is above the diagonal, and no mask is made.
-            if group.block_rows is None:
-                group.block_rows = block_rows(kv_cache, group.block_table)
-            states = _gather(kv_cache, layer, group.block_rows, len(group.block_table), query, read)
+            states = _gather(kv_cache, layer, group, query, read)
             key, value = (part[:, :, : group.longest] for part in states)
             is_grouped = key.shape[1] != rows.shape[2]
             result = F.scaled_dot_product_attention(
@@ -208,9 +201,7 @@ def paged_attention(
             )
             return result.transpose(1, 2)
         view = group.view(sliding_window, query.dtype)
-        if view.block_rows is None:
-            view.block_rows = block_rows(kv_cache, view.block_table)
-        key, value = _gather(kv_cache, layer, view.block_rows, len(view.block_table), query, read)
+        key, value = _gather(kv_cache, layer, view, query, read)
         packed = _pack_heads(rows, key.shape[1])
         if is_plain:
             mask = _repeat_mask(view.mask, packed.shape[2])

@@ -119,15 +119,16 @@ def test_slot_rows_serve_all_layers() -> None:
     assert int(pool.isnan().sum()) == pool.numel() - 3 * NUM_LAYERS * 2 * 2 * 5
 
 
-# gather_blocks, gather_slots, copy_blocks
+# gather_rows, gather_slots, copy_blocks
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 @pytest.mark.parametrize("table", [[[0]], [[4, 1, 1], [0, 5, 2]], [[3], [3], [3]]])
-def test_gather_blocks(block_size: int, table: list[list[int]]) -> None:
+def test_gather_rows(block_size: int, table: list[list[int]]) -> None:
     pool = random_tensor(6, NUM_LAYERS, 2, 3, block_size, 4)
+    rows = reference.block_rows(pool, torch.tensor(table))
     for layer in range(NUM_LAYERS):
-        found = reference.gather_blocks(pool, layer, torch.tensor(table))
+        found = reference.gather_rows(pool, layer, rows, len(table))
         for part, states in enumerate(found):
             assert states.shape == (len(table), 3, len(table[0]) * block_size, 4) and states.is_contiguous()
             for row, head in itertools.product(range(len(table)), range(3)):
@@ -154,7 +155,7 @@ def test_gathers_are_copies() -> None:
     pool = random_tensor(2, NUM_LAYERS, 2, 1, 2, 4)
     before = pool.clone()
     for states in (
-        *reference.gather_blocks(pool, 0, torch.tensor([[0, 1]])),
+        *reference.gather_rows(pool, 0, reference.block_rows(pool, torch.tensor([[0, 1]])), 1),
         *reference.gather_slots(pool, 0, torch.tensor([[0, 1, 2, 3]])),
     ):
         states.zero_()

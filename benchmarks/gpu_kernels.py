@@ -44,7 +44,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from hf_paged.attention.backends.triton import TritonStep
 from hf_paged.attention.decode_work import LEAST_SAVED
-from hf_paged.attention.metadata import AttentionMetadata
+from hf_paged.attention.metadata import AttentionMetadata, pad_tables
 from hf_paged.attention.params import AttentionParams
 from hf_paged.kernels import launch, ops, reference, shared_decode
 from hf_paged.kernels import paged_decode as decode
@@ -215,7 +215,9 @@ class Step:
         shuffled = np.random.default_rng(0).permutation(capacity)
         lens = np.array(query_lens), np.array(seq_lens)
         self._sets = [
-            AttentionMetadata.build(own[places], sizes, *lens, block_size, shuffled[-1], bench.device)
+            AttentionMetadata(
+                pad_tables(own[places], sizes, shuffled[-1], np.int64), *lens, block_size, shuffled[-1], bench.device
+            )
             for own in shuffled[: num_sets * needed].reshape(num_sets, needed)
         ]
         for metadata in self._sets:
@@ -287,8 +289,8 @@ class Step:
         blocks = torch.cat([self._sets[0].block_tables[i, :size].long() for i, size in zip(picked, sizes)])
         states = reference.elements(self.pool)[blocks, 0].view(self.memory.dtype).double().unsqueeze(1)
         states = torch.cat([states, torch.zeros_like(states[:1])])  # and a null block
-        layout = (np.arange(len(blocks)), sizes, query_lens, seq_lens, self.block_size, len(blocks))
-        metadata = AttentionMetadata.build(*layout, self._bench.device)
+        tables = pad_tables(np.arange(len(blocks)), sizes, len(blocks), np.int64)
+        metadata = AttentionMetadata(tables, query_lens, seq_lens, self.block_size, len(blocks), self._bench.device)
         options = {name: v.double() if isinstance(v, Tensor) else v for name, v in self._options.items()}
         expected = reference.paged_attention(self.query[rows].double(), states, 0, metadata.groups, **options)
         return require(common.rms_ratio(self(0, num_splits)[rows], expected))

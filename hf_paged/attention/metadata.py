@@ -146,28 +146,6 @@ class AttentionMetadata:
         first = cls(tables[0], query_lens, seq_lens, block_size, null_block, device)
         return [first, *map(first.with_tables, tables[1:])]
 
-    @classmethod
-    def build(
-        cls,
-        blocks: np.ndarray,
-        num_blocks: np.ndarray,
-        query_lens: np.ndarray,
-        seq_lens: np.ndarray,
-        block_size: int,
-        null_block: int,
-        device: torch.device,
-    ) -> AttentionMetadata:
-        """Lays out a step from lists of blocks.
-
-        Args:
-            blocks: Physical blocks of all sequences, one sequence after another.
-            num_blocks: `[S]`, how many of them each sequence has, enough for `seq_lens`.
-            query_lens: `[S]` int64, new tokens of each sequence in this step, at least 1.
-            seq_lens: `[S]` int64, tokens of each sequence including the new ones.
-        """
-        tables = pad_tables(blocks, num_blocks, null_block, np.int64)
-        return cls(tables, query_lens, seq_lens, block_size, null_block, device)
-
     # Each backend reads its own part of what follows; the rest is never made.
 
     @lazy
@@ -251,18 +229,14 @@ class AttentionMetadata:
 
     @lazy
     def groups(self) -> list[PaddedGroup]:
-        return self._group(0)
+        return self.padded(np.arange(len(self.host_seq_lens)))
 
     @lazy
     def prefill_groups(self) -> list[PaddedGroup]:
-        return self._group(self.num_decodes)
-
-    def _group(self, first: int) -> list[PaddedGroup]:
-        return [self._padded(rows) for rows in self.alike(first)]
+        return self.padded(np.arange(self.num_decodes, len(self.host_seq_lens)))
 
     def padded(self, rows: np.ndarray) -> list[PaddedGroup]:
-        num_blocks = -(-self.host_seq_lens[rows] // self.block_size)
-        return [self._padded(rows[own]) for own in _bucket(self.host_query_lens[rows], num_blocks)]
+        return [self._padded(own) for own in self.alike(rows)]
 
     def by_token(self, rows: np.ndarray) -> tuple[AttentionMetadata, np.ndarray]:
         """Each new token of some of the sequences as a sequence that ends with it; and where these are in the batch."""
@@ -274,10 +248,15 @@ class AttentionMetadata:
         tables, lens = self.host_tables[self._token_rows[tokens]], self._positions[tokens] + 1
         return AttentionMetadata(tables, np.ones_like(lens), lens, self.block_size, self.null_block, self._device)
 
-    def alike(self, first: int = 0) -> list[np.ndarray]:
-        """Sequences from number `first` on in lists of similar query and context length, which padding costs little."""
-        num_blocks = -(-self.host_seq_lens // self.block_size)
-        return [first + rows for rows in _bucket(self.host_query_lens[first:], num_blocks[first:])]
+    def alike(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Some of the sequences in lists of similar query and context length, which padding costs little.
+
+        Each has one power of two above its query lengths, and one above its counts of blocks: padding costs at most a
+        factor.
+        """
+        query_lens, num_blocks = self.host_query_lens[rows], -(-self.host_seq_lens[rows] // self.block_size)
+        key = np.ceil(np.log2(query_lens)).astype(np.int64) * 64 + np.ceil(np.log2(num_blocks)).astype(np.int64)
+        return [rows[key == value] for value in np.unique(key)]
 
     def of(self, rows: np.ndarray) -> AttentionMetadata:
         """The same for some of the sequences only: their new tokens, in this order, are the batch."""
@@ -384,9 +363,3 @@ class DecodeMetadata(AttentionMetadata):
         if self._is_complete and kind not in self._decode_work:
             raise RuntimeError(f"a layer attends in another way than in the first step: {kind}")
         return super().decode_work(kind)
-
-
-def _bucket(query_lens: np.ndarray, num_blocks: np.ndarray) -> list[np.ndarray]:
-    """Rows grouped by the powers of two above their query length and block count: padding costs at most a factor."""
-    key = np.ceil(np.log2(query_lens)).astype(np.int64) * 64 + np.ceil(np.log2(num_blocks)).astype(np.int64)
-    return [np.nonzero(key == value)[0] for value in np.unique(key)]

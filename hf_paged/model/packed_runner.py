@@ -111,15 +111,12 @@ class PackedRunner:
         """
         kv_cache, device = attention.kv_cache, attention.kv_cache.device
         query_lens, seq_lens = np.array(lens, dtype=np.int64).T
-        num_blocks = -(-seq_lens // kv_cache.block_size)
-        blocks = np.full(num_blocks.sum(), kv_cache.null_block)
-        metadata = _Rehearsal.build(
-            blocks, num_blocks, query_lens, seq_lens, kv_cache.block_size, kv_cache.null_block, device
-        )
+        tables = np.full((len(lens), -(-seq_lens.max() // kv_cache.block_size)), kv_cache.null_block)
+        metadata = _Rehearsal(tables, query_lens, seq_lens, kv_cache.block_size, kv_cache.null_block, device)
         positions = np.concatenate([np.arange(length - new, length) for new, length in lens])
         tokens = TokenInputs(to_device(positions % self._model.vocab_size, device), to_device(positions, device))
         rows = rows_of(np.cumsum(query_lens) - 1, attention)
-        groups = [metadata, *(metadata.with_tables(metadata.host_tables) for _ in kv_cache.groups.windows[1:])]
+        groups = [metadata, *(metadata.with_tables(tables) for _ in kv_cache.groups.windows[1:])]
         states = StateStep.in_null_block(self._model.traits, kv_cache, seq_lens - query_lens, query_lens)
         with self._model.mode():
             self.run(tokens, groups, attention, rows, states)

@@ -72,7 +72,7 @@ class PaddedRunner:
         """
         kv_cache, start = attention.kv_cache, metadata[0].host_start_loc
         sequence = np.searchsorted(start, logit_rows, side="right") - 1  # of each wanted row
-        groups = metadata[0].alike()
+        groups = metadata[0].alike(np.arange(len(metadata[0].host_seq_lens)))
         parts: list[Tensor] = []
         order: list[np.ndarray] = []
         with _kept_frequencies(self._model):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_paged.attention.metadata import AttentionMetadata
+from hf_paged.attention.metadata import AttentionMetadata, pad_tables
 
 # Steps
 
@@ -29,7 +29,8 @@ def step_metadata(
     """A step's, of block tables as lists."""
     sizes, queries, lens = (np.asarray(n, dtype=np.int64) for n in (list(map(len, tables)), query_lens, seq_lens))
     blocks = np.concatenate([np.asarray(table, dtype=np.int64) for table in tables])
-    return AttentionMetadata.build(blocks, sizes, queries, lens, block_size, null_block, device)
+    padded = pad_tables(blocks, sizes, null_block, np.int64)
+    return AttentionMetadata(padded, queries, lens, block_size, null_block, device)
 
 
 # Tensors

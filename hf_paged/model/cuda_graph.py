@@ -57,6 +57,30 @@ def fill_in(ids: Tensor, chosen: Tensor, places: Tensor) -> Tensor:
     return torch.where(places >= 0, chosen[places.clamp(min=0)].clamp(min=0), ids)
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeBatch:
+    """Rows of one new token each.
+
+    Attributes:
+        ids: `[B]` token ids.
+        positions: `[B]` position ids.
+        lens: `[B]` int64, tokens of each sequence, the new one included.
+        tables: `[G, B, N]` int32 block tables of each group.
+        chosen: Ids that only the device knows, as in `TokenInputs`.
+    """
+
+    ids: np.ndarray
+    positions: np.ndarray
+    lens: np.ndarray
+    tables: np.ndarray
+    chosen: tuple[Tensor, np.ndarray] | None = None
+
+    def first(self, rows: int) -> DecodeBatch:
+        """Its first rows, at most so many."""
+        chosen = None if self.chosen is None else (self.chosen[0], self.chosen[1][:rows])
+        return DecodeBatch(self.ids[:rows], self.positions[:rows], self.lens[:rows], self.tables[:, :rows], chosen)
+
+
 class DecodeInputs:
     """What a decode step reads, at fixed addresses on the device; one transfer a step, and one more for changed tables.
 
@@ -132,38 +156,26 @@ class DecodeInputs:
         self._fill_rest(0, size)
         self._send()
 
-    def fill(
-        self,
-        size: int,
-        ids: np.ndarray,
-        positions: np.ndarray,
-        lens: np.ndarray,
-        tables: np.ndarray,
-        chosen: tuple[Tensor, np.ndarray] | None = None,
-    ) -> None:
+    def fill(self, size: int, batch: DecodeBatch) -> None:
         """Sets the next step's rows; all others become padding.
 
         Args:
             size: Rows of the step, padding included: only `views` of so many are right for it.
-            ids: `[B]` token ids.
-            positions: `[B]` position ids.
-            lens: `[B]` tokens of each sequence, the new one included.
-            tables: `[G, B, N]` int32 block tables of each group.
         """
-        rows = len(ids)
+        rows, chosen = len(batch.ids), batch.chosen
         self._wait()
-        last = lens - 1
-        self._host[0, :rows] = ids
-        self._host[1, :rows] = positions
+        last = batch.lens - 1
+        self._host[0, :rows] = batch.ids
+        self._host[1, :rows] = batch.positions
         slots = self._host[4:, :rows]
-        slots[:] = tables[:, np.arange(rows), last // self.block_size]
+        slots[:] = batch.tables[:, np.arange(rows), last // self.block_size]
         slots *= self.block_size
         slots += last % self.block_size
-        self._host_lens[:rows] = lens
+        self._host_lens[:rows] = batch.lens
         self._fill_rest(rows, size)
         if chosen is not None:
             self._host[2, :rows] = chosen[1]
-        self._send_tables(tables)
+        self._send_tables(batch.tables)
         self._send()
         if chosen is not None:
             own = self._numbers[0, :rows]
@@ -204,30 +216,6 @@ class DecodeInputs:
         if self._last_tables is None or self._last_tables.shape[1] > rows:
             self._tables[:, rows:, :1] = self.null_block  # the only block that a padding row reads
         self._last_tables = tables
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeBatch:
-    """Rows of one new token each, as `DecodeInputs.fill` takes them.
-
-    Attributes:
-        ids: `[B]` token ids.
-        positions: `[B]` position ids.
-        lens: `[B]` int64, tokens of each sequence, the new one included.
-        tables: `[G, B, N]` int32 block tables of each group.
-        chosen: Ids that only the device knows, as in `TokenInputs`.
-    """
-
-    ids: np.ndarray
-    positions: np.ndarray
-    lens: np.ndarray
-    tables: np.ndarray
-    chosen: tuple[Tensor, np.ndarray] | None = None
-
-    def first(self, rows: int) -> DecodeBatch:
-        """Its first rows, at most so many."""
-        chosen = None if self.chosen is None else (self.chosen[0], self.chosen[1][:rows])
-        return DecodeBatch(self.ids[:rows], self.positions[:rows], self.lens[:rows], self.tables[:, :rows], chosen)
 
 
 class DecodeGraphs:
@@ -318,20 +306,14 @@ class DecodeGraphs:
         """Makes the next step one of `size` rows, those of the batch and padding."""
         if self._inputs is None:
             with torch.inference_mode(False):
-                inputs = DecodeInputs(
-                    self.max_rows,
-                    self.max_blocks,
-                    self._block_size,
-                    self._null_block,
-                    self._device,
-                    len(self._windows),
-                )
+                sizes = self.max_rows, self.max_blocks, self._block_size
+                inputs = DecodeInputs(*sizes, self._null_block, self._device, len(self._windows))
             ids, positions, metadata = inputs.trial()
             self._forward(ids, positions, metadata)
             with torch.inference_mode(False):
                 inputs.hold(metadata[0].work_kinds)
             self._inputs = inputs
-        self._inputs.fill(size, batch.ids, batch.positions, batch.lens, batch.tables, batch.chosen)
+        self._inputs.fill(size, batch)
         return self._inputs
 
     @torch.no_grad()

@@ -249,9 +249,9 @@ def test_graph_shaped_steps(device: str, monkeypatch: pytest.MonkeyPatch) -> Non
     given: list[bool] = []
     fill = cuda_graph.DecodeInputs.fill
 
-    def watched_fill(self: Any, size: int, *arguments: Any) -> None:
-        given.append(arguments[-1] is not None)
-        fill(self, size, *arguments)
+    def watched_fill(self: Any, size: int, batch: cuda_graph.DecodeBatch) -> None:
+        given.append(batch.chosen is not None)
+        fill(self, size, batch)
 
     monkeypatch.setattr(cuda_graph.DecodeInputs, "fill", watched_fill)
     prompts = [random_ids(1, 3 + 5 * i % 11, seed=i).to(device) for i in range(8)]

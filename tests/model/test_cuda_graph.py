@@ -25,7 +25,7 @@ from helpers.waiting import join
 from hf_paged import PagedCache
 from hf_paged.attention.decode_work import WorkKind, share_out
 from hf_paged.model import cuda_graph
-from hf_paged.model.cuda_graph import DecodeInputs, capture_sizes
+from hf_paged.model.cuda_graph import DecodeBatch, DecodeInputs, capture_sizes
 
 PACKED = [name for name, model in MODELS.items() if model.runs_packed]
 GREEDY = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None}
@@ -106,7 +106,7 @@ def test_inputs(device: str) -> None:
         for row, length in enumerate(lens):
             tables[:, row, : -(-length // 4)] = [rng.permutation(50)[: -(-length // 4)] for _ in range(3)]
         for size in (rows, rows, 8):  # the second time, tables are known
-            inputs.fill(size, ids, positions, lens, tables)
+            inputs.fill(size, DecodeBatch(ids, positions, lens, tables))
             got_ids, got_positions, groups = inputs.views(size)
             assert got_ids.tolist() == [*ids, *[0] * (size - rows)]
             assert got_positions.tolist() == [*positions, *[0] * (size - rows)]
@@ -139,8 +139,9 @@ def test_inputs_are_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with a list of work for each of several kinds of layers; tables go when they change."""
     inputs = DecodeInputs(8, 6, block_size=4, null_block=50, device=torch.device("cpu"))
     inputs.hold([WorkKind(16, 5), WorkKind(16, 5, window=8), WorkKind(16, 3)])
-    step = (4, np.arange(3), np.arange(3), np.array([3, 9, 20]), np.arange(15, dtype=np.int32).reshape(1, 3, 5))
-    inputs.fill(*step)
+    tables = np.arange(15, dtype=np.int32).reshape(1, 3, 5)
+    step = DecodeBatch(np.arange(3), np.arange(3), np.array([3, 9, 20]), tables)
+    inputs.fill(4, step)
     copies: list[int] = []
     copy = Tensor.copy_
 
@@ -149,7 +150,7 @@ def test_inputs_are_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
         return copy(self, *arguments, **options)
 
     monkeypatch.setattr(Tensor, "copy_", counted)
-    inputs.fill(*step)
+    inputs.fill(4, step)
     assert len(copies) == 1
 
 

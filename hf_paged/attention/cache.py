@@ -56,6 +56,22 @@ class StepCache(Cache):
         return query_length, 0
 
 
+class LayerNotingCache(StepCache):
+    """A `StepCache` that remembers the layer whose keys it was given last.
+
+    Attributes:
+        layer: Its number.
+    """
+
+    layer = -1
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.layer = layer_idx
+        return key_states, value_states
+
+
 def as_indexer(update: Callable[..., tuple[Tensor, Tensor]], key_states: Tensor, place: int) -> Tensor:
     """An indexer's keys are those of one head, without values.
 

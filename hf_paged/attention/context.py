@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_paged.attention.backends.registry import PagedStep
+from hf_paged.attention.cache import LayerNotingCache
 
 MARK = "is_hf_paged_sentinel"  # the attribute of a mask that says what it is
 
@@ -39,11 +40,13 @@ class ForwardContext:
         sentinel: The `attention_mask` that this forward, and no other, was given.
         wanted: The tokens whose logits are wanted, where they are few and nothing but those can be seen behind the
             last layer.
+        noting: Where layers share attention modules, the cache, which knows the layer that such a module computes.
     """
 
     step: PagedStep
     sentinel: Tensor
     wanted: WantedTokens | None = None
+    noting: LayerNotingCache | None = None
 
 
 _CURRENT: ContextVar[ForwardContext | None] = ContextVar("hf_paged_forward", default=None)
@@ -60,7 +63,11 @@ class _Staying(Tensor):
 
 @contextmanager
 def forward_context(
-    step: PagedStep, device: torch.device, is_moved: bool = False, wanted: WantedTokens | None = None
+    step: PagedStep,
+    device: torch.device,
+    is_moved: bool = False,
+    wanted: WantedTokens | None = None,
+    noting: LayerNotingCache | None = None,
 ) -> Iterator[Tensor]:
     """Within it, attention called with the mask that it yields runs over this step; on this thread only.
 
@@ -75,7 +82,7 @@ def forward_context(
     if is_moved:
         sentinel = sentinel.as_subclass(_Staying)
     setattr(sentinel, MARK, True)
-    token = _CURRENT.set(ForwardContext(step, sentinel, wanted))
+    token = _CURRENT.set(ForwardContext(step, sentinel, wanted, noting))
     try:
         yield sentinel
     finally:

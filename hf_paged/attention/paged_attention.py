@@ -16,7 +16,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged.attention.context import MARK, check_not_cut, current_context
 from hf_paged.attention.params import AttentionParams
-from hf_paged.attention.shared_layers import SharedLayersStep
 from hf_paged.core.process import PROCESS
 
 NAME_PREFIX = "hf_paged_"
@@ -60,8 +59,9 @@ def _make_paged_attention(base_name: str) -> AttentionFunction:
         if torch.compiler.is_compiling():
             given = scaling, dropout, sliding_window, softcap, s_aux
             return uncompiled(module, query, key, value, attention_mask, *given)
-        step = current_context(attention_mask).step
-        layer = step.layer if isinstance(step, SharedLayersStep) else module.layer_idx
+        context = current_context(attention_mask)
+        step, noting = context.step, context.noting
+        layer = module.layer_idx if noting is None else noting.layer
         if not isinstance(layer, int):
             raise ValueError(f"{type(module).__name__} has no integer layer_idx, got {layer!r}")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling

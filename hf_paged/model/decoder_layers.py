@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from hf_paged.attention.backends.registry import PagedStep
 from hf_paged.attention.context import MARK, WantedTokens, current_context, with_step
 from hf_paged.attention.params import AttentionParams
-from hf_paged.attention.shared_layers import SharedLayersStep
 from hf_paged.kernels.cpu_decoder import CPUDecoderLayer, DecoderSettings, NormSettings, Scratch
 from hf_paged.kernels.cpu_layers import CPULayers
 from hf_paged.kernels.layers import InputError
@@ -150,7 +149,7 @@ class DecoderLayer(ModuleOverride):
             return self.module._call_impl(*args, **kwargs)
         context, mlp, states = current_context(mask), self.parts.mlp, args[0]
         step, wanted = context.step, context.wanted
-        is_current = self.is_whole and not self.survey.has_new_hooks and not isinstance(step, SharedLayersStep)
+        is_current = self.is_whole and not self.survey.has_new_hooks and context.noting is None
         if not is_current or getattr(mlp.module, mlp.name, None) is not mlp.activation:
             return self.module._call_impl(*args, **kwargs)
         try:

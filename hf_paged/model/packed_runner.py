@@ -9,12 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_paged.attention.cache import StepCache
+from hf_paged.attention.cache import LayerNotingCache, StepCache
 from hf_paged.attention.context import WantedTokens, forward_context
 from hf_paged.attention.lazy import lazy
 from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.attention.pool_attention import PoolAttention
-from hf_paged.attention.shared_layers import LayerNotingCache, SharedLayersStep
 from hf_paged.attention.shared_prefix import SharedPrefixes, one_run
 from hf_paged.kernels.transfers import to_device
 from hf_paged.model.bound_model import BoundModel
@@ -73,18 +72,18 @@ class PackedRunner:
             # Told by a number (none: 0), some cut off tokens, and the mask, before layers that attend to others' keys.
             rows = torch.arange(len(tokens.input_ids), device=tokens.input_ids.device)
         cache: StepCache
+        noting: LayerNotingCache | None = None
         if self._latents is not None:
             positions = tokens.position_ids if traits.tells_positions else None
             cache = latent_cache = LatentStepCache(step, self._latents, states, positions)
             step = LatentStep(step, self._latents, latent_cache)
         elif traits.shares_attention:
-            cache = LayerNotingCache(states)
-            step = SharedLayersStep(step, cache)
+            cache = noting = LayerNotingCache(states)
         else:
             cache = StepCache(states, tokens.position_ids if traits.tells_positions else None)
         is_moved = attention.kv_cache.layer_devices is not None
         wanted = None if rows is None or states is not None else self._wanted(rows, metadata, attention)
-        with forward_context(step, tokens.input_ids.device, is_moved, wanted) as sentinel:
+        with forward_context(step, tokens.input_ids.device, is_moved, wanted, noting) as sentinel:
             logits = model.logits(tokens.as_row(), sentinel, cache, rows, is_compiled)[0]
         return logits if model.chooses_logits or rows is None else logits[rows]
 

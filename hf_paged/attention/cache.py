@@ -85,16 +85,19 @@ def as_indexer(update: Callable[..., tuple[Tensor, Tensor]], key_states: Tensor,
 
 
 class PagedLayer(CacheLayerMixin):
-    """One layer of a `PagedCache`, for code that looks at `cache.layers[i]`; reading `keys` gathers from the pool."""
+    """One layer of a `PagedCache`, for code that looks at `cache.layers[i]`; reading `keys` gathers from the pool.
+
+    One with a state of all tokens together, or with nothing, has no keys and values.
+    """
 
     is_sliding = False
-    is_croppable = True
     supports_early_init = False
 
     def __init__(self, cache: PagedCache, layer_idx: int) -> None:
         # A proxy, since a cycle would keep a dropped cache and its blocks alive until the next garbage collection.
         self._cache: Any = weakref.proxy(cache)
         self._layer_idx = layer_idx
+        self.is_croppable = cache.store.stores(layer_idx)  # a state is no one's to cut
 
     @property
     def is_initialized(self) -> bool:
@@ -115,7 +118,7 @@ class PagedLayer(CacheLayerMixin):
 
     @property
     def _has_states(self) -> bool:
-        return self.is_initialized and self._cache.store.stores(self._layer_idx)
+        return self.is_initialized and self.is_croppable
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the pool exists."""
@@ -131,22 +134,6 @@ class PagedLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
-
-
-class StateLayer(PagedLayer):
-    """One that has no keys and values, but a state of all tokens together, or nothing."""
-
-    is_croppable = False
-
-    @property
-    def keys(self) -> None:
-        """None."""
-        return None
-
-    @property
-    def values(self) -> None:
-        """None."""
-        return None
 
 
 class CacheShape(NamedTuple):
@@ -213,8 +200,7 @@ class PagedCache(Cache):
         self._width = 0
         self._windows = store.windows()
         self._records_past = False
-        kinds = enumerate(store.caches_tokens())
-        super().__init__(layers=[(PagedLayer if has_keys else StateLayer)(self, i) for i, has_keys in kinds])
+        super().__init__(layers=[PagedLayer(self, index) for index in range(store.num_layers)])
 
     def __repr__(self) -> str:
         return f"PagedCache(batch_size={self.batch_size}, seq_length={self.get_seq_length()})"

@@ -32,9 +32,6 @@ class ModelLayers:
         """Whether a layer has keys and values of its own; `num_layers + layer`: its indexer."""
         return 0 <= layer < len(self._traits.stored) and self._traits.stored[layer] is not None
 
-    def caches_tokens(self) -> list[bool]:
-        return [layer is not None for layer in self._traits.layers]
-
 
 class RemoteRows(ModelLayers):
     """What a `PagedCache` asks for (`cache.SequenceStore`): sequences without blocks, changed at once."""

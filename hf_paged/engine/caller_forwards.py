@@ -77,7 +77,8 @@ class CallerForwards:
             if not sequence.is_recomputable:  # kept so far, should a forward fail; from here on it goes back to now
                 self._core.post(partial(self._core.scheduler.slide, sequence))
         takes_positions = self._core.bound.takes_positions
-        padding = plain_padding(cache, call, active, takes_positions) if self._is_own() else None
+        padded = [cache.padding[row] for row in active]
+        padding = plain_padding(call, padded, width, takes_positions) if self._is_own() else None
         is_kept = loop is None and not cache.owned_by_call
         try:
             with self._store.held(cache) if is_kept else nullcontext():

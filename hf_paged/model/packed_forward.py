@@ -10,25 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_paged.attention.cache import PagedCache
 from hf_paged.core.sequence import GivenPrompt, GivenToken, Sequence, Token
 from hf_paged.kernels.transfers import to_device, to_host
 from hf_paged.model.forward_call import ForwardCall
 from hf_paged.model.weights_version import WeightsKey
 
 
-def plain_padding(cache: PagedCache, call: ForwardCall, active: list[int], takes_positions: bool) -> list[int] | None:
+def plain_padding(call: ForwardCall, before: list[int], width: int, takes_positions: bool) -> list[int] | None:
     """Left padding of each row, if its real tokens alone say what is to be stored; else `None`.
 
     Args:
-        active: Rows of the cache that the call is about.
+        before: The rows' padding in the cache of `width` columns.
         takes_positions: Whether the model's forward takes position ids: without them, a token's place is its column.
     """
-    return _padding(call, [cache.padding[row] for row in active], cache.get_seq_length(), takes_positions)
-
-
-def _padding(call: ForwardCall, before: list[int], width: int, takes_positions: bool) -> list[int] | None:
-    """See `plain_padding`; `before`: the rows' padding in the cache of `width` columns."""
     if not call.is_known:
         return None
     length = call.tokens.shape[1]
@@ -157,7 +151,7 @@ class PackedForward:
     @classmethod
     def prompts(cls, call: ForwardCall, takes_positions: bool) -> list[GivenPrompt] | None:
         """A first forward's rows, if each of them goes on with plain ids at the positions that follow; else `None`."""
-        padding = _padding(call, [0] * call.tokens.shape[0], 0, takes_positions)
+        padding = plain_padding(call, [0] * call.tokens.shape[0], 0, takes_positions)
         if padding is None or call.others:
             return None
         packed = cls.make(call, [], padding, 0, takes_positions)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -90,28 +91,22 @@ class CPUKernels:
         return self._rows * num_kv_heads // num_heads
 
 
+@dataclass(slots=True, eq=False)
 class Rows:
     """Sequences of a step that are attended to in one call a layer.
 
     Attributes:
         arguments: What all layers have in common is filled in.
         num_tokens: New tokens that queries must have at least.
-        longest: Tokens of the longest sequence.
         together: See `StepCalls.decodes`.
         checked: The geometry of the layer before, which was found right.
     """
 
-    def __init__(
-        self,
-        function: Callable[[_Attend], None],
-        arguments: _Attend,
-        num_tokens: int = 0,
-        longest: int = 0,
-        together: Together | None = None,
-    ) -> None:
-        self.function, self.arguments, self.together = function, arguments, together
-        self.num_tokens, self.longest = num_tokens, longest
-        self.checked: tuple[object, ...] = ()
+    function: Callable[[_Attend], None]
+    arguments: _Attend
+    num_tokens: int = 0
+    together: Together | None = None
+    checked: tuple[object, ...] = ()
 
 
 class StepCalls:
@@ -147,16 +142,8 @@ class StepCalls:
         Raises:
             InputError: Tensors of other shapes, strides, dtypes or devices, or a layer that the pool does not have.
         """
-        geometry = (
-            key.shape,
-            key.stride(),
-            key.dtype,
-            key.device,
-            value.shape,
-            value.stride(),
-            value.dtype,
-            value.device,
-        )
+        of_key = key.shape, key.stride(), key.dtype, key.device
+        geometry = *of_key, value.shape, value.stride(), value.dtype, value.device
         checked, slots, arguments = self._writes
         if not 0 <= layer < self._num_layers or slots is not slot_mapping or checked != geometry:
             arguments = self._new_write(key, value, layer, slot_mapping)
@@ -223,7 +210,7 @@ class StepCalls:
         if together is not None:
             arguments.order, arguments.items = (each.data_ptr() for each in shared)
             arguments.num_items = len(together.items)
-        return Rows(self._kernels.decode, arguments, num_seqs, longest, together)
+        return Rows(self._kernels.decode, arguments, num_seqs, together)
 
     def prompts(self, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, tiles: Tensor) -> Rows:
         """Sequences with several new tokens, each of which sees those before it.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_paged.kernels.cpu_layers import Add, CPULayers, Gate, RMSNorm, Rotary
-from hf_paged.kernels.cpu_linear import CPULinear, Linear, Part
+from hf_paged.kernels.cpu_linear import CPULinear
 from hf_paged.kernels.layers import InputError
 
 PIECE = 256  # rows at a time: what lies between two kernels stays in the processor's caches
@@ -35,19 +35,11 @@ class DecoderSettings:
     """A layer: `h = x + o(attention(rotary(q(n)), rotary(k(n)), v(n)))` with `n = norm(x)`, then `h + mlp(norm(h))`.
 
     Attributes:
-        head_dim: Elements of a head.
-        norms: Before attention, and before the gated MLP.
+        norms: Before attention, and before the MLP, `down(activation(gate(x)) * up(x))`.
         head_norms: Of queries' heads, and of keys'; or none.
-        query: Of these five, `o` in the formula is the last.
-        key: See above.
-        value: See above.
-        projection: See above.
-        gate: Of the MLP `down(activation(gate(x)) * up(x))`.
-        up: See above.
-        down: See above.
+        projection: `o` in the formula.
         activation: `linear` and `cubic` of `LayerKernels.gate`.
-        interleaved: Of `LayerKernels.rotary`.
-        rounds: Of `LayerKernels.rotary`.
+        interleaved: As `rounds`, of `LayerKernels.rotary`.
     """
 
     head_dim: int
@@ -94,8 +86,7 @@ class CPUDecoderLayer:
             InputError: Weights of sizes that don't fit together, of other dtypes or strides.
         """
         _check(settings, linears, layers.dtype)
-        self._dtype = layers.dtype
-        own = settings
+        self._dtype, own = layers.dtype, settings
         self._width = own.norms[0].weight.shape[0]
         query_width, key_width, gate_width = (one[0].shape[0] for one in (own.query, own.key, own.gate))
         self._dim, self._row = own.head_dim, query_width
@@ -110,9 +101,9 @@ class CPUDecoderLayer:
         norm, add, gated = (getattr(layers.compiled, f"hf_paged_{name}") for name in ("rms_norm", "add", "gate"))
         self._second_norm = _norm(own.norms[1], normed)
         self._second_norm.input = middle
-        self._project, _ = _product(linears, 0, (own.projection, projected))
-        to_mlp, _ = _product(linears, normed, (own.gate, gate), (own.up, up))
-        to_result, _ = _product(linears, gated_up, (own.down, projected))
+        self._project, _ = linears.call(0, [(*own.projection, projected)])
+        to_mlp, _ = linears.call(normed, [(*own.gate, gate), (*own.up, up)])
+        to_result, _ = linears.call(gated_up, [(*own.down, projected)])
         linear, cubic = own.activation
         self._gate = Gate(
             gate=gate,
@@ -221,8 +212,8 @@ class _Heads:
         widths = own.query[0].shape[0], own.key[0].shape[0]
         self._heads = widths[0] // own.head_dim * has_queries, widths[1] // own.head_dim * has_keys
         self._first_norm = _norm(own.norms[0], normed)
-        wanted = [(own.query, query_at[0])] * has_queries + [(own.key, key_at[0]), (own.value, 0)] * has_keys
-        product, parts = _product(linears, normed, *wanted)
+        wanted = [(*own.query, query_at[0])] * has_queries + [(*own.key, key_at[0]), (*own.value, 0)] * has_keys
+        product, parts = linears.call(normed, wanted)
         self._to_value = parts[-1] if has_keys else None
         has_norms = own.head_norms is not None
         self._rotary = Rotary(
@@ -354,11 +345,6 @@ def _norm(settings: NormSettings, output: int) -> RMSNorm:
         eps=settings.eps,
         offset=settings.offset,
     )
-
-
-def _product(linears: CPULinear, states: int, *weights: tuple[LinearWeight, int]) -> tuple[Linear, list[Part]]:
-    """One pass over weights of one input, each with the address of its result."""
-    return linears.call(states, [(*one, output) for one, output in weights])
 
 
 class _Call(ctypes.Structure):

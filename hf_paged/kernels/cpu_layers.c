@@ -1,8 +1,8 @@
 /* Layers between the matrix products, one pass over memory each: RMSNorm, the gate of gated MLPs, rotary embeddings,
    residual sums; and calls of kernels one after another.
 
-   Called by cpu_layers.py and cpu_calls.py, which hold the same structs. Sums and products in float32; where the model's own code
-   rounds to the element type in between, so does this. Strides count elements. */
+   Called by cpu_layers.py, which holds the same structs, and by cpu_decoder.py. Sums and products in float32; where the
+   model's own code rounds to the element type in between, so does this. Strides count elements. */
 #include "cpu_element.h"
 
 #define MIN_ELEMENTS 32768 /* below, a second thread costs more than it saves */

@@ -127,7 +127,6 @@ class KVCache:
         tensor: All blocks, `[num_blocks + 1, ...]`: each as its page's shape says where all pages are of one shape,
             else as plain numbers.
         views: Of each group, all blocks as its own page's shape says.
-        key_dims: Of each group, the width of a head's key.
         groups: Where a layer's keys and values are: in the blocks of its group's tables, at its index of a page.
         states: What layers keep of all of a sequence's tokens together.
         device: The device that the model's inputs are wanted on.
@@ -171,22 +170,18 @@ class KVCache:
         self.device = self.tensor.device
         self.layer_devices: tuple[torch.device | None, ...] | None = None
         self.compute_dtype = compute_dtype or geometry.dtype
-        self.key_dims = [own.key_dim for own in geometry.groups]
         if geometry.is_uniform:
             self.views = [self.tensor] * len(geometry.groups)
         else:
-            views = {own: self._view(own) for own in geometry.groups}
+            shapes = {own: own.tensor_shape(block_size) for own in geometry.groups}
+            views = {own: self.tensor[:, : math.prod(shape)].unflatten(1, shape) for own, shape in shapes.items()}
             self.views = [views[own] for own in geometry.groups]
         self.states = None if state_layout is None else StateCache(state_layout, self.tensor)
 
     def at(self, layer: int) -> tuple[Tensor, int, int]:
         """Where a layer's keys and values are: the view of its group, its index there, and the width of a key."""
         group, index = self.groups.places[layer]
-        return self.views[group], index, self.key_dims[group]
-
-    def _view(self, page: PageShape) -> Tensor:
-        shape = page.tensor_shape(self.block_size)
-        return self.tensor[:, : math.prod(shape)].unflatten(1, shape)
+        return self.views[group], index, self.geometry.groups[group].key_dim
 
     def swap_out(self, pairs: Sequence[tuple[int, int]], num_swap_blocks: int) -> None:
         """Copies blocks to CPU memory, pairs `(device, CPU)`. The swap space is allocated at the first one."""

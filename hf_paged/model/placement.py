@@ -16,6 +16,9 @@ class Placement:
 
     Called, it returns dtype and device; `None` when the model has no such parameter or is gone. The device of a model
     that accelerate has spread is the one that inputs are wanted on. What else is asked for is as of the last such call.
+
+    Attributes:
+        is_offloaded: Whether some weights are there only while their module computes.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -24,7 +27,7 @@ class Placement:
         self._hook: Any = None  # accelerate's on the model, when the two were found out:
         self._main: torch.device | None = None
         self._layers: tuple[torch.device | None, ...] | None = None
-        self._is_offloaded = False
+        self.is_offloaded = False
         self._module: weakref.ref[nn.Module] | None = None
         self._name = ""
         for module in model.modules():
@@ -38,18 +41,19 @@ class Placement:
         parameter = None if module is None else module._parameters.get(self._name)
         if parameter is None:
             return None
-        self._look()
+        model = self._model()
+        hook = None if model is None else model.__dict__.get("_hf_hook")
+        if hook is not self._hook:
+            self._hook, self._layers = hook, None
+            self._main, self.is_offloaded = None, False
+            if hook is not None and model is not None:
+                self._main, self.is_offloaded = main_device(model), is_offloaded(model)
         return parameter.dtype, self._main or parameter.device
 
     @property
     def is_spread(self) -> bool:
         """Whether accelerate moves inputs or weights in the model's forwards."""
         return self._main is not None
-
-    @property
-    def is_offloaded(self) -> bool:
-        """Whether some weights are there only while their module computes."""
-        return self._is_offloaded
 
     def layers(self, num_layers: int) -> tuple[torch.device | None, ...] | None:
         """Where the attention of each layer runs; `None`: where the model is. The same object until that changes."""
@@ -58,12 +62,3 @@ class Placement:
         if self._layers is None:
             self._layers = layer_devices(model, num_layers)
         return None if set(self._layers) <= {self._main, None} else self._layers
-
-    def _look(self) -> None:
-        model = self._model()
-        hook = None if model is None else model.__dict__.get("_hf_hook")
-        if hook is not self._hook:
-            self._hook, self._layers = hook, None
-            self._main, self._is_offloaded = None, False
-            if hook is not None and model is not None:
-                self._main, self._is_offloaded = main_device(model), is_offloaded(model)

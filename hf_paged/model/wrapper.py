@@ -189,10 +189,8 @@ class Wrapper:
         if call.attention_mask is None and not self.is_causal:
             call.spans = [[(0, length)]] * batch if length > 1 else None
             return True
-        masks = {
-            kind: mask if isinstance(mask, Tensor) and mask.ndim == 4 else None
-            for kind, mask in _by_kind(call.attention_mask).items()
-        }
+        by_kind = call.attention_mask if isinstance(call.attention_mask, dict) else {"": call.attention_mask}
+        masks = {kind: mask if isinstance(mask, Tensor) and mask.ndim == 4 else None for kind, mask in by_kind.items()}
         drawn = {kind: mask for kind, mask in masks.items() if mask is not None}
         if not drawn or length == 1:
             return self.is_causal or length == 1
@@ -258,10 +256,6 @@ def token_positions(positions: Tensor) -> Tensor:
     if positions.shape[0] == 4:
         positions = positions[1:]
     return positions[0] if bool((positions == positions[:1]).all()) else positions
-
-
-def _by_kind(attention_mask: Any) -> dict[str, Any]:
-    return attention_mask if isinstance(attention_mask, dict) else {"": attention_mask}
 
 
 def _shallow_copy(module: Any) -> Any:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_paged.kernels.launch import FP8_FORMATS, Device, LayerAttention, Tiling, codes, next_power_of_two
+from hf_paged.kernels.launch import FP8_FORMATS, Device, LayerAttention, Tiling, codes, device_of, next_power_of_two
 from hf_paged.kernels.online_softmax import start_rows
 from hf_paged.kernels.paged_decode import PROGRAMS_A_PROCESSOR, STATS, combine
 from hf_paged.kernels.tile_ops import LOG2_E, dot, dot_add, encode_fp8, load_states, tanh
@@ -254,11 +254,14 @@ def tiling(widths: LatentWidths, device: Device) -> Tiling:
     return shape.fit(padded, widths.itemsize, widths.pool_itemsize, device, num_parts=1)
 
 
-def plan(widths: LatentWidths, device: Device) -> tuple[Tiling, int]:
-    """Shape of a program's tile on this device, and the items that it works on at once."""
-    shape = tiling(widths, device)
-    programs = -(-widths.num_heads // shape.rows)
-    return shape, -(-PROGRAMS_A_PROCESSOR * device.num_processors // programs)
+def plan(query: Tensor, kv_cache: Tensor, latent_dim: int) -> tuple[int, int]:
+    """Tokens of a program's tile with absorbed queries `[T, num_heads, latent_dim + rotary_dim]`, and the items that a
+    device works on at once.
+    """
+    device = device_of(query.device)
+    shape = tiling(LatentWidths.of(query, kv_cache, latent_dim), device)
+    programs = -(-query.shape[1] // shape.rows)
+    return shape.tokens, -(-PROGRAMS_A_PROCESSOR * device.num_processors // programs)
 
 
 def latent_decode(call: LayerAttention, items: Tensor, split: Tensor) -> None:

@@ -18,7 +18,7 @@ from hf_paged.kernels import paged_decode as decode
 from hf_paged.kernels import paged_prefill as prefill
 from hf_paged.kernels import reshape_and_cache as write_kernel
 from hf_paged.kernels import shared_decode as shared
-from hf_paged.kernels.launch import FP8_FORMATS, LayerAttention, check_kv_cache, device_of, next_power_of_two
+from hf_paged.kernels.launch import LayerAttention, check_kv_cache, next_power_of_two
 
 _LIBRARY = torch.library.Library("hf_paged", "DEF")
 
@@ -271,44 +271,6 @@ class Partials:
         return tensor
 
 
-def decode_plan(query: Tensor, kv_cache: Tensor) -> tuple[int, int]:
-    """Tokens of a KV tile of decoding with these queries `[T, num_heads, head_dim]`, and items it works on at once."""
-    sizes = query.shape[1], kv_cache.shape[3], kv_cache.shape[5], query.element_size(), kv_cache.element_size()
-    shape, slots = decode.plan(*sizes, device_of(query.device))
-    return shape.tokens, slots
-
-
-def shared_plan(query: Tensor, kv_cache: Tensor) -> tuple[int, int, int, int, int] | None:
-    """How sequences with these queries `[T, num_heads, head_dim]` read together what they share; `None`: they don't.
-
-    Returns:
-        Tokens of a KV tile, items that the device works on at once, sequences that an item has room for; bytes of a
-        token's keys and values, and of a sequence's partial result.
-    """
-    (_, num_heads, head_dim), num_kv_heads, itemsize = query.shape, kv_cache.shape[3], kv_cache.element_size()
-    found = shared.plan(num_heads, num_kv_heads, head_dim, query.element_size(), itemsize, device_of(query.device))
-    token_bytes, part_bytes = 2 * num_kv_heads * head_dim * itemsize, 4 * decode.partials_size(1, num_heads, head_dim)
-    return None if found is None else (*found, token_bytes, part_bytes)
-
-
-def latent_plan(query: Tensor, kv_cache: Tensor, latent_dim: int) -> tuple[int, int]:
-    """As `decode_plan`, of absorbed queries `[T, num_heads, latent_dim + rotary_dim]`."""
-    shape, slots = latents.plan(latents.LatentWidths.of(query, kv_cache, latent_dim), device_of(query.device))
-    return shape.tokens, slots
-
-
-def prefill_plan(query: Tensor, kv_cache: Tensor, max_query_len: int) -> tuple[int, int]:
-    """Rows of a query tile of prompts, for the kernel, and how many new tokens of a sequence these are.
-
-    Args:
-        query: `[T, num_heads, head_dim]`.
-        max_query_len: New tokens of the sequence that has most.
-    """
-    padded_dim, group = next_power_of_two(max(16, kv_cache.shape[5])), query.shape[1] // kv_cache.shape[3]
-    is_fp8 = kv_cache.dtype in FP8_FORMATS
-    device = device_of(query.device)
-    rows = prefill.tiling(query.element_size(), padded_dim, group, max_query_len, device, is_fp8).rows
-    return rows, prefill.query_tiling(group, rows)[0]
-
-
+# What a step has to know of the kernels before it calls them
 partials_size = decode.partials_size
+decode_plan, shared_plan, latent_plan, prefill_plan = decode.plan, shared.plan, latents.plan, prefill.plan

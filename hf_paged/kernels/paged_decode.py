@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_paged.kernels.launch import Device, LayerAttention, Tiling, next_power_of_two
+from hf_paged.kernels.launch import LayerAttention, Tiling, device_of, next_power_of_two
 from hf_paged.kernels.online_softmax import attend_tiles, start_rows
 from hf_paged.kernels.tile_ops import LOG2_E
 
@@ -188,21 +188,11 @@ def tiling(itemsize: int, padded_dim: int, group: int) -> Tiling:
     return Tiling(rows, tokens, num_warps=8 if rows > 32 else 4, num_stages=3)
 
 
-def plan(
-    num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int, pool_itemsize: int, device: Device
-) -> tuple[Tiling, int]:
-    """Shape of a program's tile as this device can have it, and the items that it works on at once.
-
-    Args:
-        num_heads: Query heads.
-        num_kv_heads: Key/value heads.
-        head_dim: Elements of a head.
-        itemsize: Bytes of a query element.
-        pool_itemsize: Bytes of an element of the pool.
-        device: Where the kernels run.
-    """
-    padded_dim, group = next_power_of_two(max(16, head_dim)), num_heads // num_kv_heads
-    shape = tiling(itemsize, padded_dim, group).fit(padded_dim, itemsize, pool_itemsize, device)
+def plan(query: Tensor, kv_cache: Tensor) -> tuple[Tiling, int]:
+    """Shape of a program's tile for queries `[T, num_heads, head_dim]`, and the items that a device runs at once."""
+    num_kv_heads, padded_dim = kv_cache.shape[3], next_power_of_two(max(16, kv_cache.shape[5]))
+    group, itemsize, device = query.shape[1] // num_kv_heads, query.element_size(), device_of(query.device)
+    shape = tiling(itemsize, padded_dim, group).fit(padded_dim, itemsize, kv_cache.element_size(), device)
     programs = num_kv_heads * -(-group // min(group, shape.rows))
     return shape, -(-PROGRAMS_A_PROCESSOR * device.num_processors // programs)
 
@@ -215,8 +205,7 @@ def paged_decode(call: LayerAttention, items: Tensor, split: Tensor) -> None:
         items: `[I, 4]` int32, of `decode_work.WorkList`, in tiles of `plan`'s shape.
         split: `[S, 4]` int32, of the same; where it is empty, no second kernel is launched.
     """
-    itemsize, pool_itemsize = call.query.element_size(), call.kv_cache.element_size()
-    shape, _ = plan(call.num_heads, call.num_kv_heads, call.head_dim, itemsize, pool_itemsize, call.device)
+    shape, _ = plan(call.query, call.kv_cache)
     group_tile = min(call.group, shape.rows)
     num_group_tiles = -(-call.group // group_tile)
     _decode_kernel[(items.shape[0] * call.num_kv_heads * num_group_tiles,)](

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_paged.kernels.launch import Device, LayerAttention, Tiling, next_power_of_two
+from hf_paged.kernels.launch import FP8_FORMATS, Device, LayerAttention, Tiling, device_of, next_power_of_two
 from hf_paged.kernels.online_softmax import attend_tiles, start_rows
 from hf_paged.kernels.tile_ops import LOG2_E
 
@@ -163,6 +163,19 @@ def query_tiling(group: int, rows: int) -> tuple[int, int, int]:
     """A tile's rows as new tokens, query heads of a kv head, and programs needed for all of these."""
     group_tile = min(group, rows)
     return rows // group_tile, group_tile, -(-group // group_tile)
+
+
+def plan(query: Tensor, kv_cache: Tensor, max_query_len: int) -> tuple[int, int]:
+    """Rows of a query tile of prompts, for the kernel, and how many new tokens of a sequence these are.
+
+    Args:
+        query: `[T, num_heads, head_dim]`.
+        max_query_len: New tokens of the sequence that has most.
+    """
+    padded_dim, group = next_power_of_two(max(16, kv_cache.shape[5])), query.shape[1] // kv_cache.shape[3]
+    device, is_fp8 = device_of(query.device), kv_cache.dtype in FP8_FORMATS
+    rows = tiling(query.element_size(), padded_dim, group, max_query_len, device, is_fp8).rows
+    return rows, query_tiling(group, rows)[0]
 
 
 def paged_prefill(call: LayerAttention, query_tiles: Tensor, rows: int) -> None:

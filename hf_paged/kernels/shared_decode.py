@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_paged.kernels import paged_decode
-from hf_paged.kernels.launch import Device, LayerAttention, Tiling, next_power_of_two
+from hf_paged.kernels.launch import Device, LayerAttention, Tiling, device_of, next_power_of_two
 from hf_paged.kernels.online_softmax import attend_tiles, start_rows
 from hf_paged.kernels.paged_decode import PROGRAMS_A_PROCESSOR, STATS
 from hf_paged.kernels.tile_ops import LOG2_E
@@ -126,25 +126,21 @@ def tiling(head_dim: int, itemsize: int, pool_itemsize: int, device: Device) -> 
     return paged_decode.tiling(itemsize, padded_dim, ROWS).fit(padded_dim, itemsize, pool_itemsize, device)
 
 
-def plan(
-    num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int, pool_itemsize: int, device: Device
-) -> tuple[int, int, int] | None:
-    """Tokens of a KV tile, the items that the device works on at once, and the sequences that an item has room for.
+def plan(query: Tensor, kv_cache: Tensor) -> tuple[int, int, int, int, int] | None:
+    """How sequences with these queries `[T, num_heads, head_dim]` read together what they share.
 
-    `None` where a kv head has too many query heads for two sequences in a tile.
-
-    Args:
-        num_heads: Query heads.
-        num_kv_heads: Key/value heads.
-        head_dim: Elements of a head.
-        itemsize: Bytes of a query element.
-        pool_itemsize: Bytes of an element of the pool.
-        device: Where the kernels run.
+    Returns:
+        Tokens of a KV tile, items that the device works on at once, sequences that an item has room for; bytes of a
+        token's keys and values, and of a sequence's partial result. `None` where a kv head has too many query heads
+        for two sequences in a tile.
     """
-    shape = tiling(head_dim, itemsize, pool_itemsize, device)
+    (_, num_heads, head_dim), num_kv_heads, itemsize = query.shape, kv_cache.shape[3], kv_cache.element_size()
+    device = device_of(query.device)
+    shape = tiling(head_dim, query.element_size(), itemsize, device)
     most = shape.rows // (num_heads // num_kv_heads)
     slots = -(-PROGRAMS_A_PROCESSOR * device.num_processors // num_kv_heads)
-    return (shape.tokens, slots, most) if most > 1 else None
+    part_bytes = 4 * paged_decode.partials_size(1, num_heads, head_dim)
+    return (shape.tokens, slots, most, 2 * num_kv_heads * head_dim * itemsize, part_bytes) if most > 1 else None
 
 
 def shared_decode(call: LayerAttention, items: Tensor, members: Tensor) -> None:

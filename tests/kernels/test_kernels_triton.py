@@ -262,9 +262,7 @@ def nan_pool(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def plan_of(batch: Batch) -> tuple[launch.Tiling, int]:
-    query, pool = batch.query, batch.pool
-    sizes = query.element_size(), pool.element_size()
-    return decode.plan(query.shape[1], pool.shape[3], pool.shape[5], *sizes, launch.Device.of(batch.device))
+    return decode.plan(batch.query, batch.pool)
 
 
 def as_given(tensor: Tensor, device: torch.device) -> Tensor:

@@ -147,11 +147,11 @@ class TritonStep:
         window, num_decodes = params.sliding_window or 0, metadata.num_decodes
         work: DecodeWork | None = None
         if num_decodes:
-            tile, slots = ops.decode_plan(query, kv_cache)
+            shape, slots = ops.decode_plan(query, kv_cache)
             shares = metadata.shared_prefixes is not None and not window
             plan = ops.shared_plan(query, kv_cache) if shares else None
             together = None if plan is None else Together(*plan)
-            work = metadata.decode_work(WorkKind(tile, slots, window), together)
+            work = metadata.decode_work(WorkKind(shape.tokens, slots, window), together)
         max_parts = work.max_parts if work else 0
         query_tiles, rows = None, 0
         if num_decodes < metadata.seq_lens.shape[0]:

@@ -8,7 +8,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_paged.attention.backends.registry import PagedStep
 from hf_paged.attention.context import MARK, WantedTokens, current_context, with_step
@@ -16,7 +16,7 @@ from hf_paged.attention.params import AttentionParams
 from hf_paged.kernels.cpu_decoder import CPUDecoderLayer, DecoderSettings, NormSettings, Scratch
 from hf_paged.kernels.cpu_layers import CPULayers
 from hf_paged.kernels.layers import InputError
-from hf_paged.model.fused_layers import GatedMLP, Norm
+from hf_paged.model.fused_layers import GatedMLP, Norm, is_as_tried
 from hf_paged.model.fused_rotary import NAME, RotaryAttention
 from hf_paged.model.linears import Linear
 from hf_paged.model.module_overrides import ModuleOverride, Survey, has_hooks, is_library_code, is_untouched
@@ -51,13 +51,9 @@ class Parts:
 
     def are_taken(self, thread_id: int | None) -> bool:
         """Whether all are computed our way now, on this thread, and none has hooks."""
-        if any(
-            part.thread_id != thread_id or has_hooks(part.module)
-            for part in (self.attention, self.mlp, *self.norms, *self.linears)
-        ):
-            return False
-        activation = self.mlp.activation
-        return not (isinstance(activation, nn.Module) and has_hooks(activation))
+        parts, mlp = (self.attention, self.mlp, *self.norms, *self.linears), self.mlp
+        are_ours = all(part.thread_id == thread_id and not has_hooks(part.module) for part in parts)
+        return are_ours and is_as_tried(mlp.module, mlp.name, mlp.activation)
 
     def state(self) -> tuple[list[tuple[int, int]], list[object]]:
         """Where weights and biases are, and what is to be held while they are used: another thread may move them.

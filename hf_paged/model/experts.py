@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hf_paged.kernels import cpu_linear
 from hf_paged.kernels.cpu_linear import CPULinear
 from hf_paged.kernels.layers import InputError, LayerKernels
-from hf_paged.model.fused_layers import ACTIVATIONS, agrees_where_finite, computes
+from hf_paged.model.fused_layers import ACTIVATIONS, agrees_where_finite, computes, is_as_tried
 from hf_paged.model.module_overrides import ModuleOverride, Survey, has_hooks, is_library_code, is_untouched
 from hf_paged.model.trial import attempt
 
@@ -75,12 +75,11 @@ class Experts(ModuleOverride):
         return torch.cat([self.kernel.multiply(rows, weight[index], biases.get(index)) for index, rows in parts])
 
     def _gated(self, states: Tensor) -> Tensor:
-        module, activation = self.module, self.activation
+        module = self.module
         if not module.has_gate:
             result: Tensor = module.act_fn(states)
             return result
-        is_hooked = isinstance(activation, nn.Module) and has_hooks(activation)
-        if self.kernels is not None and module.act_fn is activation and not is_hooked:
+        if self.kernels is not None and is_as_tried(module, "act_fn", self.activation):
             gate, up = states.chunk(2, dim=-1)
             return self.kernels.gate(gate, up, *self.coefficients)
         result = module._apply_gate(states)

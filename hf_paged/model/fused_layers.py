@@ -50,9 +50,7 @@ class GatedMLP(ModuleOverride):
 
     def compute(self, states: Tensor) -> Tensor:
         module, activation = self.module, self.activation
-        is_hooked = isinstance(activation, nn.Module) and has_hooks(activation)
-        is_own = getattr(module, self.name, None) is activation
-        if is_hooked or not is_own:
+        if not is_as_tried(module, self.name, activation):
             raise InputError("gate", "the activation that was tried", states=states)
         if self.has_one_input_layer:
             gate, up = module.gate_up_proj(states).chunk(2, dim=-1)
@@ -142,6 +140,12 @@ def agrees_where_finite(result: Tensor, truth: Tensor) -> bool:
     rows = truth.isfinite().all(dim=-1)
     is_comparable = result.shape == truth.shape and bool(rows.any())
     return is_comparable and agrees(result[rows], truth[rows], _MLP_TOLERANCE[truth.dtype], dim=-1)
+
+
+def is_as_tried(module: nn.Module, name: str, activation: Any) -> bool:
+    """Whether a module's attribute of this name still is the activation that was tried, and no hooks look at it."""
+    is_hooked = isinstance(activation, nn.Module) and has_hooks(activation)
+    return not is_hooked and getattr(module, name, None) is activation
 
 
 def computes(activation: Any, coefficients: tuple[float, float]) -> bool:

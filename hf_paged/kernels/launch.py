@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -168,6 +168,23 @@ class LayerAttention:
     def strides(self) -> tuple[int, ...]:
         """Strides of query token and head, block table row, block, layer, key to value, kv head."""
         return (*self.query.stride()[:2], self.block_tables.stride(0), *self.kv_cache.stride()[:4])
+
+    def constants(self, shape: Tiling) -> dict[str, Any]:
+        """What all kernels over keys and values are compiled with, for tiles of this shape."""
+        return {
+            "NUM_HEADS": self.num_heads,
+            "NUM_KV_HEADS": self.num_kv_heads,
+            "GROUP": self.group,
+            "BLOCK_SIZE": self.block_size,
+            "TILE": shape.tokens,
+            "HEAD_DIM": self.head_dim,
+            "D": self.padded_dim,
+            "FORMAT": self.fp8_format,
+            "NATIVE": self.device.has_native_fp8,
+            "HAS_SOFTCAP": self.softcap > 0,
+            "num_warps": shape.num_warps,
+            "num_stages": shape.num_stages,
+        }
 
 
 def codes(kv_cache: Tensor) -> Tensor:

@@ -222,21 +222,10 @@ def paged_decode(call: LayerAttention, items: Tensor, split: Tensor) -> None:
         call.softcap,
         call.window,
         *call.strides,
-        NUM_HEADS=call.num_heads,
-        NUM_KV_HEADS=call.num_kv_heads,
-        GROUP=call.group,
         GROUP_TILE=group_tile,
         M=shape.rows,
-        BLOCK_SIZE=call.block_size,
-        TILE=shape.tokens,
-        HEAD_DIM=call.head_dim,
-        D=call.padded_dim,
-        FORMAT=call.fp8_format,
-        NATIVE=call.device.has_native_fp8,
         HAS_WINDOW=call.window > 0,
-        HAS_SOFTCAP=call.softcap > 0,
-        num_warps=shape.num_warps,
-        num_stages=shape.num_stages,
+        **call.constants(shape),
     )
     combine(call, split, call.padded_dim)
 

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from hf_paged.kernels import cpu_linear
 from hf_paged.kernels.cpu_linear import CPULinear
 from hf_paged.kernels.layers import InputError, LayerKernels
-from hf_paged.model.fused_layers import ACTIVATIONS, agrees_where_finite, computes, is_as_tried
+from hf_paged.model.fused_layers import ACTIVATIONS, agrees_where_finite, attempt, computes, is_as_tried
 from hf_paged.model.module_overrides import ModuleOverride, Survey, has_hooks, is_library_code, is_untouched
-from hf_paged.model.trial import attempt
 
 _SETTINGS = ("has_gate", "has_bias", "is_transposed")
 _MORE = ("has_post_expert_norm", "_is_expert_parallel")  # which transformers 5.17 has not

@@ -5,6 +5,7 @@ A module is taken for what it computes: its own forward and the kernel have to a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 
 from hf_paged.kernels.layers import InputError, LayerKernels
 from hf_paged.model.module_overrides import KNOWN, ModuleOverride, Survey, has_hooks, is_library_code, is_untouched
-from hf_paged.model.trial import agrees, attempt
 
 # The activations x * sigmoid(linear * x + cubic * x³): SiLU, GELU by tanh (tanh(u) is 2 sigmoid(2u) - 1), quick GELU.
 ACTIVATIONS = ((1.0, 0.0), (2 * (2 / torch.pi) ** 0.5, 2 * (2 / torch.pi) ** 0.5 * 0.044715), (1.702, 0.0))
@@ -154,3 +154,26 @@ def computes(activation: Any, coefficients: tuple[float, float]) -> bool:
     result = attempt(activation, states)
     expected = states * torch.sigmoid(linear * states + cubic * states**3)
     return isinstance(result, Tensor) and torch.allclose(result, expected, rtol=1e-5, atol=2e-6)
+
+
+def attempt(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function makes of these arguments; `None` if it is not one for them."""
+    try:
+        return function(*args)
+    except Exception:  # as a norm says that also takes a gate
+        return None
+
+
+def agrees(result: Tensor, truth: Tensor, tolerance: float, dim: int | None = None) -> bool:
+    """Whether two tensors are of one dtype and shape, and differ by no more than a share of the truth's size.
+
+    Args:
+        result: What was computed another way.
+        truth: What it should be.
+        tolerance: The share.
+        dim: Along it sizes are taken, where rows differ in theirs; `None`: of the whole.
+    """
+    if result.dtype is not truth.dtype or result.shape != truth.shape:
+        return False
+    truth = truth.float()
+    return bool(((result.float() - truth).norm(dim=dim) <= tolerance * truth.norm(dim=dim)).all())

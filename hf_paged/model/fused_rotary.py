@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_paged.kernels.layers import InputError, LayerKernels
-from hf_paged.model.fused_layers import kernels_for
+from hf_paged.model.fused_layers import agrees, attempt, kernels_for
 from hf_paged.model.module_overrides import ModuleOverride, Survey
-from hf_paged.model.trial import agrees, attempt
 
 NAME = "apply_rotary_pos_emb"  # what the function is called in every model of transformers that has it
 # Which elements are pairs, and whether products are rounded before they are added.

@@ -237,18 +237,10 @@ def _check_layer(kv_cache: Tensor, layer: int) -> None:
         raise ValueError(f"layer must be one of the pool's {kv_cache.shape[1]}, got {layer}")
 
 
-def reshape_and_cache(key: Tensor, value: Tensor, kv_cache: Tensor, layer: int, slot_mapping: Tensor) -> None:
-    """`reference.reshape_and_cache` by the Triton kernel; slots below 0 are skipped on every device.
-
-    Raises:
-        ValueError: Shapes that don't fit together.
-    """
-    torch.ops.hf_paged.reshape_and_cache(key, value, kv_cache, layer, slot_mapping)
-
-
-def copy_blocks(kv_cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
-    """`reference.copy_blocks` by the Triton kernel, in no order: no destination may be a source."""
-    torch.ops.hf_paged.copy_blocks(kv_cache, sources, destinations)
+# The functions of these names in `reference`, by the Triton kernels: slots below 0 are skipped on every device, and
+# blocks are copied in no order, so no destination may be a source.
+reshape_and_cache = torch.ops.hf_paged.reshape_and_cache
+copy_blocks = torch.ops.hf_paged.copy_blocks
 
 
 class Partials:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from hf_paged.attention.paged_attention import attention_configs, paged_attention_scope
@@ -156,11 +156,6 @@ class BoundModel:
         size: int = self.model.config.get_text_config(decoder=True).vocab_size
         return size
 
-    def embed(self, ids: Tensor) -> Tensor:
-        embedding: nn.Module = self.model.get_input_embeddings()
-        states: Tensor = embedding(ids)
-        return states
-
     # Where a thread is
 
     def check_outside(self) -> None:
@@ -247,7 +242,7 @@ class BoundModel:
             if self.wrapper is not None:
                 model = self.wrapper.handing(model, tokens.given, tokens.given_at)
             else:
-                own = self.embed(inputs.pop("input_ids"))
+                own = model.get_input_embeddings()(inputs.pop("input_ids"))
                 inputs["inputs_embeds"] = put_in(own, tokens.given, tokens.given_at)
         if self.takes_positions:
             inputs["position_ids"] = tokens.position_ids

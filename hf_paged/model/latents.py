@@ -82,15 +82,13 @@ class Latents:
             size = own[..., whole:, :].abs().amax().clamp_min(1.0)
             if not bool(((made - own).abs() <= tolerance * size).all()):
                 raise ValueError(f"layer {layer} does not map its latents to keys and values linearly")
-        found = self._in_weights(layer, maps)
-        self.has_copies |= found is None
-        self._maps[layer] = found or maps
-        return self._maps[layer]
-
-    def _in_weights(self, layer: int, maps: LatentMaps) -> LatentMaps | None:
-        """The same maps as parts of the layer's weights; `None`: they are not."""
-        key, value = (self._in_weight(layer, wanted) for wanted in (maps.key, maps.value))
-        return None if key is None or value is None else LatentMaps(key, value)
+        own_key, own_value = (self._in_weight(layer, wanted) for wanted in (maps.key, maps.value))
+        if own_key is not None and own_value is not None:
+            maps = LatentMaps(own_key, own_value)
+        else:
+            self.has_copies = True
+        self._maps[layer] = maps
+        return maps
 
     def _in_weight(self, layer: int, wanted: Tensor) -> Tensor | None:
         """A part of a weight `[heads * width, latent_dim]` that is this map: first or last rows of each head."""

@@ -32,19 +32,16 @@ class SwapSpace:
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies blocks here, pairs `(pool, here)`."""
-        with self._copying(len(pairs)):
-            for source, destination, length in runs(pairs):
-                self._blocks[destination : destination + length].copy_(
-                    self._pool[source : source + length], non_blocking=True
-                )
+        self._copy(self._pool, self._blocks, pairs)
 
     def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies blocks back, pairs `(here, pool)`."""
+        self._copy(self._blocks, self._pool, pairs)
+
+    def _copy(self, source: Tensor, destination: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         with self._copying(len(pairs)):
-            for source, destination, length in runs(pairs):
-                self._pool[destination : destination + length].copy_(
-                    self._blocks[source : source + length], non_blocking=True
-                )
+            for start, to, length in runs(pairs):
+                destination[to : to + length].copy_(source[start : start + length], non_blocking=True)
 
     def finished(self) -> list[tuple[int, float]]:
         """Blocks and seconds of the copies that have ended since this was last asked. Waits for none."""

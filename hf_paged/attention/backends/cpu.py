@@ -60,10 +60,9 @@ class CPUStep(TorchStep):
 
     def write(self, key: Tensor, value: Tensor, layer: int) -> None:
         try:
-            return self._calls.write(key, value, layer, self._metadata.slot_mapping)
+            self._calls.write(key, value, layer, self._metadata.slot_mapping)
         except InputError:
-            pass
-        super().write(key, value, layer)
+            super().write(key, value, layer)
 
     def attend(self, query: Tensor, params: AttentionParams) -> Tensor:
         if params.maps is not None:
@@ -71,36 +70,35 @@ class CPUStep(TorchStep):
         metadata = self._metadata
         output: Tensor | None = None
         if metadata.num_decodes:
-            output = self._attend_by_kernels(query, None, query.shape[2], metadata, params)
+            output = self._attend_by_kernels(query, None, metadata, params)
             if output is not None and metadata.num_decodes == query.shape[0]:
                 return output
             if output is None:
                 return self._attend(query, params, None)
         found = None
         if self._takes_prompts and self._kernels.tokens_at_once(query.shape[1], self._kv_cache.shape[3]):
-            found = self._attend_by_kernels(query, output, query.shape[2], metadata, params, are_prompts=True)
+            found = self._attend_by_kernels(query, output, metadata, params, are_prompts=True)
         return self._attend(query, params, output) if found is None else found
 
     def _attend_rows(self, query: Tensor, metadata: AttentionMetadata, params: AttentionParams) -> Tensor:
-        assert params.maps is not None
-        output = self._attend_by_kernels(query, None, params.maps.latent_dim, metadata, params)
+        output = self._attend_by_kernels(query, None, metadata, params)
         return super()._attend_rows(query, metadata, params) if output is None else output
 
     def _attend_by_kernels(
         self,
         query: Tensor,
         begun: Tensor | None,
-        width: int,
         metadata: AttentionMetadata,
         params: AttentionParams,
         are_prompts: bool = False,
     ) -> Tensor | None:
-        """`[T, num_heads, width]` with the decode rows filled in, or all others, in `begun` if there are any.
+        """`[T, num_heads, head_dim]` with the decode rows filled in, or all others, in `begun` if there are any.
 
         `None`: the kernels don't take these.
         """
         if torch.is_autocast_enabled("cpu"):
             return None
+        width = query.shape[2] if params.maps is None else params.maps.latent_dim
         output = query.new_empty(*query.shape[:2], width) if begun is None else begun
         try:
             key = metadata, query.shape[1], are_prompts

@@ -71,7 +71,6 @@ class Backend(ABC):
 
     def __init__(self, kv_cache: Tensor, latent_dim: int | None = None) -> None:
         self._kv_cache = kv_cache
-        self._latent_dim = latent_dim
 
     @classmethod
     @abstractmethod

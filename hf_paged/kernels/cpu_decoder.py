@@ -77,6 +77,8 @@ class CPUDecoderLayer:
 
     Attributes:
         before_attention: Queries, keys and values of a layer's input, see `_Heads.of`.
+        queries: The same with queries alone.
+        keys_and_values: The same without queries.
     """
 
     def __init__(self, layers: CPULayers, linears: CPULinear, settings: DecoderSettings, scratch: Scratch) -> None:
@@ -96,8 +98,8 @@ class CPUDecoderLayer:
         normed, projected, middle, query, key, normed_query, normed_key, gate, up, gated_up = places
         heads_at = normed, (query, normed_query), (key, normed_key)
         self.before_attention = _Heads(layers, linears, own, *heads_at).of
-        self._queries = _Heads(layers, linears, own, *heads_at, has_keys=False)
-        self._keys_and_values = _Heads(layers, linears, own, *heads_at, has_queries=False)
+        self.queries = _Heads(layers, linears, own, *heads_at, has_keys=False).of
+        self.keys_and_values = _Heads(layers, linears, own, *heads_at, has_queries=False).of
         norm, add, gated = (getattr(layers.compiled, f"hf_paged_{name}") for name in ("rms_norm", "add", "gate"))
         self._second_norm = _norm(own.norms[1], normed)
         self._second_norm.input = middle
@@ -133,14 +135,6 @@ class CPUDecoderLayer:
         )
         self._shape = (0, 0)  # rows and threads that the calls behind attention are set to
         self._checked: tuple[object, ...] = ()  # what was found right in the call before
-
-    def queries(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Those that `before_attention` gives, without keys and values."""
-        return self._queries.of(states, cos, sin)[0]
-
-    def keys_and_values(self, states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Those that `before_attention` gives, without queries."""
-        return self._keys_and_values.of(states, cos, sin)[1:]
 
     def behind_attention(self, states: Tensor, attended: Tensor) -> Tensor:
         """The layer's result.

@@ -130,7 +130,9 @@ class DecodeInputs:
         self._numbers, work = parts(self._sendable)
         self._seq_lens = self._numbers[3].view(torch.int32)[:rows]
         self._work = dict(zip(kinds, work, strict=True))
-        self.clear(rows)
+        self._wait()
+        self._fill_rest(0, rows)  # a step of padding
+        self._send()
 
     def trial(self) -> tuple[Tensor, Tensor, list[DecodeMetadata]]:
         """A step of a padding row, which notes the kinds of work that its layers ask for."""
@@ -149,12 +151,6 @@ class DecodeInputs:
         longest, lens = self.max_blocks * self.block_size, self._seq_lens[:rows]
         first = DecodeMetadata(slots[0], tables[0], lens, self.block_size, self.null_block, longest, work)
         return ids, positions, [first, *map(first.of_group, slots[1:], tables[1:])]
-
-    def clear(self, size: int) -> None:
-        """Makes the next step one of `size` rows of padding."""
-        self._wait()
-        self._fill_rest(0, size)
-        self._send()
 
     def fill(self, size: int, batch: DecodeBatch) -> None:
         """Sets the next step's rows; all others become padding.

@@ -169,10 +169,12 @@ class DecoderLayer(ModuleOverride):
     ) -> Tensor:
         """Keys and values of all tokens, and the layer's result for those that are wanted; zeros for the others."""
         assert self.kernels is not None and self.params is not None
-        step.write(*self.kernels.keys_and_values(states, *angles), self.params.layer)
+        _, key, value = self.kernels.keys_and_values(states, *angles)
+        step.write(key, value, self.params.layer)
         rows = wanted.rows
         own, cos, sin = (each.index_select(1, rows) for each in (states, *angles))
-        attended = wanted.make_step().attend(self.kernels.queries(own, cos, sin), self.params)
+        query, _, _ = self.kernels.queries(own, cos, sin)
+        attended = wanted.make_step().attend(query, self.params)
         return torch.zeros_like(states).index_copy_(1, rows, self.kernels.behind_attention(own, attended))
 
     def _try(self, step: PagedStep, mask: Tensor, angles: tuple[Tensor, Tensor], *args: Any, **kwargs: Any) -> Any:

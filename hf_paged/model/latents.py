@@ -140,31 +140,21 @@ class LatentStepCache(StepCache):
     ) -> tuple[Tensor, Tensor]:
         if not self._latents.takes(layer_idx):
             return key_states, value_states
-        store = _store_uncompiled if torch.compiler.is_compiling() else _store
-        return store(self._step, self._latents, self.known, self.probes, key_states, value_states, layer_idx)
+        store = self._store_uncompiled if torch.compiler.is_compiling() else self._store
+        return store(key_states, value_states, layer_idx)
 
+    def _store(self, latent: Tensor, rotary: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Writes `[1, 1, T, width]` to the pool; returns what the module is to make keys and values of."""
+        self._step.write(latent.squeeze(0).transpose(0, 1), rotary.squeeze(0).transpose(0, 1), layer)
+        maps = self._latents.get(layer)
+        if maps is not None:
+            self.known[layer] = maps
+            return latent[:, :, :1], rotary[:, :, :1]
+        self.probes[layer] = _probes(latent, rotary)
+        both = self.probes[layer][None, None]
+        return both[..., : latent.shape[-1]], both[..., latent.shape[-1] :]
 
-def _store(
-    step: PagedStep,
-    latents: Latents,
-    known: dict[int, LatentMaps],
-    probes: dict[int, Tensor],
-    latent: Tensor,
-    rotary: Tensor,
-    layer: int,
-) -> tuple[Tensor, Tensor]:
-    """Writes `[1, 1, T, width]` to the pool; returns what the module is to make keys and values of."""
-    step.write(latent.squeeze(0).transpose(0, 1), rotary.squeeze(0).transpose(0, 1), layer)
-    maps = latents.get(layer)
-    if maps is not None:
-        known[layer] = maps
-        return latent[:, :, :1], rotary[:, :, :1]
-    probes[layer] = _probes(latent, rotary)
-    both = probes[layer][None, None]
-    return both[..., : latent.shape[-1]], both[..., latent.shape[-1] :]
-
-
-_store_uncompiled = torch.compiler.disable(_store)
+    _store_uncompiled = torch.compiler.disable(_store)
 
 
 class LatentStep:

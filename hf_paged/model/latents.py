@@ -125,7 +125,10 @@ def _probes(latent: Tensor, rotary: Tensor) -> Tensor:
 
 
 class LatentStepCache(StepCache):
-    """The cache of a packed forward whose layers cache latents: it stores them at once."""
+    """The cache of a packed forward whose layers cache latents: it stores them at once.
+
+    Also its step, which attends to latents where these are what a layer caches.
+    """
 
     def __init__(self, step: PagedStep, latents: Latents, states: Any = None, positions: Tensor | None = None) -> None:
         """Writes to `step`; see `StepCache` for `states` and `positions`."""
@@ -156,27 +159,20 @@ class LatentStepCache(StepCache):
 
     _store_uncompiled = torch.compiler.disable(_store)
 
-
-class LatentStep:
-    """A step that attends to latents where these are what a layer caches."""
-
-    def __init__(self, step: PagedStep, latents: Latents, cache: LatentStepCache) -> None:
-        self._step = step
-        self._latents = latents
-        self._cache = cache
+    # What attention calls
 
     def write(self, key: Tensor, value: Tensor, layer: int) -> None:
-        """Takes what a layer with latents has made of what its cache returned, `[N, num_heads, width]`."""
+        """Takes what a layer with latents has made of what it was returned, `[N, num_heads, width]`."""
         if not self._latents.takes(layer):
             return self._step.write(key, value, layer)
-        probes = self._cache.probes.pop(layer, None)
+        probes = self.probes.pop(layer, None)
         if probes is not None:
             states = (states.transpose(0, 1)[None] for states in (key, value))
-            self._cache.known[layer] = self._latents.learn(layer, probes, *states)
+            self.known[layer] = self._latents.learn(layer, probes, *states)
         return None
 
     def attend(self, query: Tensor, params: AttentionParams) -> Tensor:
-        maps = self._cache.known.pop(params.layer, None)
+        maps = self.known.pop(params.layer, None)
         if maps is None and self._latents.takes(params.layer):
             raise ValueError(f"layer {params.layer} attends before it gives its cache anything")
         return self._step.attend(query, params if maps is None else replace(params, maps=maps))

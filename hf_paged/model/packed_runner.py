@@ -17,7 +17,7 @@ from hf_paged.attention.pool_attention import PoolAttention
 from hf_paged.attention.shared_prefix import SharedPrefixes, one_run
 from hf_paged.kernels.transfers import to_device
 from hf_paged.model.bound_model import BoundModel
-from hf_paged.model.latents import LatentStep, LatentStepCache
+from hf_paged.model.latents import LatentStepCache
 from hf_paged.model.mixers import StateStep
 from hf_paged.model.token_inputs import TokenInputs
 
@@ -75,8 +75,7 @@ class PackedRunner:
         noting: LayerNotingCache | None = None
         if self._latents is not None:
             positions = tokens.position_ids if traits.tells_positions else None
-            cache = latent_cache = LatentStepCache(step, self._latents, states, positions)
-            step = LatentStep(step, self._latents, latent_cache)
+            cache = step = LatentStepCache(step, self._latents, states, positions)
         elif traits.shares_attention:
             cache = noting = LayerNotingCache(states)
         else:

@@ -246,9 +246,7 @@ class WeightsVersion(Lasting):
         """
         if not self._kinds:
             self.key()
-        if self.hooks.is_outdated:
-            self.look_at_hooks()
-        return self._is_known and not self.hooks.numbers
+        return self._is_known and not self._current_hooks().numbers
 
     @property
     def keeps_nothing(self) -> bool:
@@ -273,9 +271,7 @@ class WeightsVersion(Lasting):
     @property
     def needs_rows(self) -> bool:
         """Whether a hook on an inner module may address rows or columns; see `hooks.HookWatch`."""
-        if self.hooks.is_outdated:
-            self.look_at_hooks()
-        return self.hooks.needs_rows
+        return self._current_hooks().needs_rows
 
     def look_at_hooks(self) -> None:
         """Finds all hooks, also those of modules that are new in the model."""
@@ -283,16 +279,19 @@ class WeightsVersion(Lasting):
         if model is not None:
             self.hooks.look(model, all_modules(model))
 
+    def _current_hooks(self) -> HookWatch:
+        if self.hooks.is_outdated:
+            self.look_at_hooks()
+        return self.hooks
+
     def check_rows(self) -> None:
         """Refuses what PEFT's hooks for the rows of one call would be shown to.
 
         Raises:
             UnsupportedCallError: There are some, of another thread's call, or left by one that raised.
         """
-        if self.hooks.is_outdated:
-            self.look_at_hooks()
         model = self._model()
-        if model is None or not self.hooks.has_rows_of_others:
+        if model is None or not self._current_hooks().has_rows_of_others:
             return
         names = [n for n, m in model.named_modules() if any(map(is_for_rows, list(m._forward_pre_hooks.values())))]
         raise UnsupportedCallError(

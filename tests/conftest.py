@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 import hf_paged
 from helpers.models import build
-from helpers.pairs import Pair
+from helpers.pairs import MakePair, Pair
 from hf_paged.engine.draft_budget import RowBudget
 
 # The models are tiny: a second thread only waits for the first.
@@ -117,7 +117,7 @@ def _transformers_speaks() -> Iterator[None]:
 
 
 @pytest.fixture
-def make_pair() -> Iterator[Callable[..., Pair]]:
+def make_pair() -> Iterator[MakePair]:
     """Makes a `Pair` of a model of the table (or of a given one) with these settings; watches over its pool."""
     pairs: list[Pair] = []
 
@@ -138,6 +138,6 @@ def make_pair() -> Iterator[Callable[..., Pair]]:
 
 
 @pytest.fixture
-def pair(make_pair: Callable[..., Pair]) -> Pair:
+def pair(make_pair: MakePair) -> Pair:
     """A `Pair` of the tiny Llama with a roomy pool."""
     return make_pair()

@@ -24,6 +24,7 @@ from hf_paged.api import support
 from hf_paged.engine.executor import StepExecutor
 
 Make = Callable[[Any], dict[str, Any]]
+MakePair = Callable[..., "Pair"]
 
 
 class OverlappingExecutor(StepExecutor):

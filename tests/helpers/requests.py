@@ -20,6 +20,15 @@ from helpers.waiting import PATIENCE, eventually
 
 SAMPLE = {"do_sample": True}
 ENDLESS = {"eos_token_id": None}
+POOLS: dict[str, dict[str, Any]] = {
+    "roomy": {},
+    "recompute": {"num_blocks": 26, "block_size": 4, "preemption": "recompute", "enable_prefix_caching": False},
+    "swap": {"num_blocks": 26, "block_size": 4, "preemption": "swap", "swap_space_gib": 0.01},
+    "few_rows": {"max_num_seqs": 3},
+    "few_tokens": {"max_num_batched_tokens": 5, "use_async_batching": True},
+    "blocks_of_1": {"block_size": 1, "num_blocks": 600},
+}
+"""Settings of pools in which rows are preempted, wait, or are computed in parts."""
 
 
 class Gate(LogitsProcessor):
@@ -105,7 +114,8 @@ def stock_rows(model: Any, input_ids: Any, **arguments: Any) -> list[list[int]]:
 
 
 def settle(pair: Pair) -> None:
-    """Asserts that all is as it should be when no call runs, and that the next request is served."""
+    """Ends a pause, and asserts that all is as it should be when no call runs, and that the next request is served."""
+    pair.engine.resume()
 
     def is_free() -> bool:
         stats = pair.engine.stats()

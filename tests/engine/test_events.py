@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,12 +11,10 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from helpers.models import random_ids
+from helpers.models import name_of, random_ids
 from helpers.pairs import Pair
 from helpers.requests import ENDLESS, SAMPLE, Brake, settle, stock_rows
 from helpers.waiting import PATIENCE, eventually
-
-MakePair = Callable[..., Pair]
 
 SAMPLES = SAMPLE | {"num_return_sequences": 3, "eos_token_id": list(range(2, 20)), "max_new_tokens": 14}
 
@@ -59,7 +56,6 @@ def test_events_of_several_sequences(pair: Pair) -> None:
 
 
 def test_one_sequence_is_cancelled_alone(pair: Pair) -> None:
-    """Would break: the others ending with it, or its blocks held until they end."""
     ids, given = random_ids(1, 9), SAMPLES | ENDLESS
     brake = Brake(pair)
     with brake.at(step=4) as reached:
@@ -77,10 +73,14 @@ def test_one_sequence_is_cancelled_alone(pair: Pair) -> None:
     settle(pair)
 
 
-@pytest.mark.parametrize("arguments", [SAMPLE | {"top_k": 20}, SAMPLE | {"num_beams": 2}], ids=["sample", "beams"])
+@pytest.mark.parametrize(
+    "arguments",
+    [{"top_k": 20}, {"num_beams": 2}, {"use_cache": False}, {"cache_implementation": "static"}],
+    ids=name_of,
+)
 def test_a_seed_is_that_of_generate(pair: Pair, arguments: dict[str, Any]) -> None:
     """Would break: draws that depend on the global generator, or that move it."""
-    ids, given = random_ids(1, 9), arguments | {"max_new_tokens": 8}
+    ids, given = random_ids(1, 9), SAMPLE | arguments | {"max_new_tokens": 8}
     torch.manual_seed(17)
     expected = stock_rows(pair.stock, ids, **given)
     torch.manual_seed(5)

@@ -10,11 +10,8 @@ import functools
 import gc
 import itertools
 import random
-import sys
 import threading
 import time
-import traceback
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -28,18 +25,14 @@ from transformers import LogitsProcessor, TextIteratorStreamer
 import hf_paged
 from helpers.models import VOCAB, build, name_of, ragged_batch, random_ids, tiny_tokenizer
 from helpers.modes import BEAMS, MODES, NEW, SAMPLE, Mode, assistant
-from helpers.pairs import Pair, assert_same, new_cache
-from helpers.user_code import NextToken
-from helpers.waiting import PATIENCE, join
+from helpers.pairs import MakePair, Pair, assert_same, new_cache
+from helpers.requests import Gate
+from helpers.user_code import Asker, NextToken
+from helpers.waiting import PATIENCE, at_once, eventually, in_background
 from hf_paged import PagedCache
 from hf_paged.engine.call_context import call_context
 
-MakePair = Callable[..., Pair]
-
 CPU = torch.device("cpu")
-
-
-# Users, alone or many at once
 
 
 class User:
@@ -130,31 +123,16 @@ def in_threads(actions: dict[str, Callable[[], Any]], pair: Pair | None = None, 
         pair: If given, no step runs before so many groups wait: all begin together.
         num_waiting: Groups.
     """
-    results: dict[str, Any] = {}
-    errors: dict[str, BaseException] = {}
-
-    def run(name: str, action: Callable[[], Any]) -> None:
+    with pair.engine.exclusive() if pair is not None else nullcontext():
+        futures = {name: in_background(action) for name, action in actions.items()}
+        if pair is not None:
+            eventually(lambda: pair.engine.num_waiting >= num_waiting, "they don't all wait")
+    results = {}
+    for name, future in futures.items():
         try:
-            results[name] = action()
+            results[name] = future.result(PATIENCE)
         except BaseException as error:
-            errors[name] = error
-
-    threads = {
-        name: threading.Thread(target=run, args=(name, action), name=name, daemon=True)
-        for name, action in actions.items()
-    }
-    with pair.engine.core.worker.loop.exclusive() if pair is not None else nullcontext():
-        for thread in threads.values():
-            thread.start()
-        while pair is not None and pair.engine.num_waiting < num_waiting and not errors:
-            time.sleep(0.001)
-    for name, thread in threads.items():
-        thread.join(PATIENCE)
-        if thread.is_alive() and not errors:
-            frame = sys._current_frames()[thread.ident]
-            pytest.fail(f"{name} hangs:\n{''.join(traceback.format_stack(frame))}")
-    for name, error in errors.items():
-        raise AssertionError(f"{name} failed: {error!r}") from error
+            raise AssertionError(f"{name} failed: {error!r}") from error
     return results
 
 
@@ -177,9 +155,6 @@ def counted(pair: Pair) -> Iterator[dict[str, int]]:
     delta: dict[str, int] = {}
     yield delta
     delta |= {name: value - before[name] for name, value in asdict(pair.engine.stats()).items()}
-
-
-# The mixed bag
 
 
 def mode(name: str, batch: Callable[[], dict[str, Any]] | None = None, **more: Any) -> Job:
@@ -213,20 +188,9 @@ def streaming(user: User) -> tuple[list[str], Any]:
     """The usual way to stream to a web client: `generate()` on a thread, its words read here."""
     streamer = TextIteratorStreamer(tiny_tokenizer(), skip_prompt=True, timeout=PATIENCE)
     arguments = {"input_ids": random_ids(1, 9, seed=12), "max_new_tokens": NEW, "streamer": streamer} | SAMPLE
-    result: list[Tensor] = []
-
-    def run() -> None:
-        try:
-            result.append(user.generate(**arguments))
-        except BaseException:
-            streamer.end()  # who reads it waits no longer
-            raise
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    words = list(streamer)
-    join(thread)
-    return "".join(words), result
+    result = in_background(user.generate, **arguments)
+    result.add_done_callback(lambda _: streamer.end() if result.exception() else None)  # who reads it waits no longer
+    return "".join(streamer), result.result(PATIENCE)
 
 
 def assisted(user: User) -> Any:
@@ -347,9 +311,6 @@ def test_a_mixed_bag_of_calls_at_once(make_pair: MakePair, pool: str) -> None:
         assert (delta[name] >= count) if count else (delta[name] == 0), f"{name}: {delta[name]}"
 
 
-# Sharing steps
-
-
 def fits(pair: Pair, count: int, *, num_rows: int = 1, **arguments: Any) -> dict[str, int]:
     """What it costs the engine when so many equally long calls begin together and each must get stock's tokens."""
     calls = [{"input_ids": random_ids(1, 9, seed=50 + index), "max_new_tokens": NEW} for index in range(count)]
@@ -401,44 +362,22 @@ def test_a_mixed_bag_needs_far_fewer_steps_than_its_calls_one_by_one(make_pair: 
     assert max(pair.seen) > 40, "no step was shared"
 
 
-@pytest.mark.parametrize("arguments", [{}, SAMPLE, BEAMS], ids=name_of)
-def test_stop_strings_leave_a_call_in_the_packed_batch(make_pair: MakePair, arguments: dict[str, Any]) -> None:
-    """Would break: the tokenizer, which generate() hands on to every forward, taken for something a model looks at."""
-    pair = make_pair(stock())
-    stop = {"tokenizer": tiny_tokenizer(), "stop_strings": ["e", "Q"]}
-    pair.generate(**ragged_batch(), max_new_tokens=NEW, **stop, **arguments)
-    assert pair.seen[0] == 11 + 7 + 2, "padding was computed"
-    assert len(pair.seen) == pair.delta["num_steps"]
-
-
 def test_a_slow_user_never_stalls_the_others(make_pair: MakePair) -> None:
     """Would break: steps that wait for a processor, and hold up all other callers meanwhile."""
     pair = make_pair(stock())
-    entered, may_go_on = threading.Event(), threading.Event()
-
-    def stall(input_ids: Tensor, scores: Tensor) -> Tensor:
-        entered.set()
-        assert may_go_on.wait(PATIENCE)
-        return scores
-
-    prompt = {"input_ids": random_ids(1, 9), "max_new_tokens": 4, "eos_token_id": None}
-    slow = threading.Thread(target=pair.paged.generate, kwargs={"logits_processor": [stall]} | prompt, daemon=True)
-    slow.start()
-    try:
-        assert entered.wait(PATIENCE)
+    with Gate() as gate:
+        slow = in_background(pair.paged.generate, random_ids(1, 9), max_new_tokens=4, **gate.arguments)
+        assert gate.reached.wait(PATIENCE)
         together(pair, ["greedy", "user_processor", "beams", "prompt_lookup", "requests"])
-    finally:
-        may_go_on.set()
-        join(slow)
+    slow.result(PATIENCE)
 
-
-# Neighbours that leave
 
 LEAVING: dict[str, dict[str, Any]] = {
     "greedy": {},
+    "lookup": {"prompt_lookup_num_tokens": 3},
     "sample": SAMPLE,
     "user_processor": {"logits_processor": [NextToken()]},
-    "beams": BEAMS | SAMPLE,
+    "beams": BEAMS | SAMPLE | {"repetition_penalty": 1.2},
 }
 
 
@@ -483,14 +422,14 @@ def leavers(pair: Pair, entrance: Entrance, count: int, seed: int) -> dict[str, 
 
 def wait_until_idle(pair: Pair) -> None:
     """Returns when nothing is left of requests that were cancelled or dropped."""
-    deadline = time.monotonic() + PATIENCE
-    while True:
+
+    def is_idle() -> bool:
         gc.collect()
         stats = pair.engine.stats()
-        if stats.num_running == stats.num_waiting == stats.num_swapped == 0:
-            return
-        assert time.monotonic() < deadline, stats
-        time.sleep(0.005)
+        tables = pair.engine.core.executor._tables.values()
+        return stats.num_running == stats.num_waiting == stats.num_swapped == sum(t.num_rows for t in tables) == 0
+
+    eventually(is_idle, "requests that were cancelled or dropped are still there")
 
 
 @pytest.mark.parametrize("pool", ["recompute", "swap"])
@@ -507,9 +446,6 @@ def test_neighbours_that_leave_change_nothing_for_those_who_stay(make_pair: Make
         assert (delta[name] >= count) if count else (delta[name] == 0), f"{name}: {delta[name]}"
     wait_until_idle(pair)
     pair.assert_all_free()
-
-
-# Prefix hits
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 4, 16])
@@ -539,10 +475,14 @@ def test_prefix_hits_of_every_alignment(make_pair: MakePair, block_size: int) ->
 
 
 @pytest.mark.parametrize("arguments", [{}, SAMPLE, BEAMS], ids=name_of)
-@pytest.mark.parametrize("block_size", [1, 3, 4])
-def test_a_chat_finds_its_own_history(make_pair: MakePair, block_size: int, arguments: dict[str, Any]) -> None:
-    """Would break: hits on generated tokens, which are hashed as they are computed, by whichever loop."""
-    pair = make_pair(stock(), block_size=block_size, num_blocks=512)
+@pytest.mark.parametrize(
+    ("block_size", "overlaps"), [(1, False), (3, False), (4, False), (1, True), (3, True), (4, True), (16, True)]
+)
+def test_a_chat_finds_its_own_history(
+    make_pair: MakePair, block_size: int, overlaps: bool, arguments: dict[str, Any]
+) -> None:
+    """Would break: hits on generated tokens, which are hashed when they are known, by whichever loop."""
+    pair = make_pair(stock(), block_size=block_size, num_blocks=512, use_async_batching=overlaps)
     prompt, stored = random_ids(1, 7), 0
     for turn in range(3):
         given = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
@@ -580,14 +520,6 @@ def test_a_shared_system_prompt_is_computed_and_stored_once(make_pair: MakePair,
     assert pair.engine.stats().peak_blocks_in_use < 16 * blocks
 
 
-# Sequence groups
-
-
-def held_blocks(group: dict[str, Any]) -> list[int]:
-    """The blocks of a group in a snapshot, a shared one once for each of its sequences."""
-    return [block for sequence in group["sequences"] for block in sequence["block_table"]]
-
-
 class Watch(LogitsProcessor):
     """Notes at each step of a fan-out of three how many tokens its group has, and in how many distinct blocks."""
 
@@ -599,7 +531,7 @@ class Watch(LogitsProcessor):
         for group in self._engine.snapshot()["groups"]:
             sequences = group["sequences"]
             if len(sequences) == 3 and group["status"] == "running":
-                self.blocks[input_ids.shape[1]] = len(set(held_blocks(group)))
+                self.blocks[input_ids.shape[1]] = len({block for s in sequences for block in s["block_table"]})
         return scores
 
 
@@ -621,75 +553,20 @@ def test_a_group_shares_its_blocks_as_before_when_it_comes_back(
     older = {"input_ids": random_ids(1, 20, seed=1), "max_new_tokens": 30, "eos_token_id": None}
     expected = enter_alone(1, pair.stock.generate, **prompt, **arguments)
 
-    def run() -> Any:
-        with pair.engine.core.worker.loop.exclusive():
-            request = pair.engine.submit(**older)
-            generate = functools.partial(entrance.enter, 1, pair.paged.generate, **prompt, **arguments)
-            results: list[Tensor] = []
-            thread = threading.Thread(target=lambda: results.append(generate(logits_processor=[watch])), daemon=True)
-            thread.start()
-            while pair.engine.num_waiting < 2:
-                time.sleep(0.001)
-        join(thread)
-        return request.result(PATIENCE).token_ids, results[0]
-
     with counted(pair) as delta:
-        tokens, found = run()
+        with pair.engine.exclusive():
+            request = pair.engine.submit(**older)
+            given = prompt | arguments | {"logits_processor": [watch]}
+            future = in_background(entrance.enter, 1, pair.paged.generate, **given)
+            eventually(lambda: pair.engine.num_waiting == 2, "they don't wait")
+        found = future.result(PATIENCE)
+        assert request.result(PATIENCE).token_ids == pair.stock.generate(**older)[0, 20:].tolist()
     assert_same(expected, found)
-    assert tokens == pair.stock.generate(**older)[0, 20:].tolist()
     assert delta["num_preemptions"] >= 3, "the group was never preempted"
     assert (delta["num_swapped_out"] >= 3) == (preemption == "swap")
     assert len(watch.blocks) >= 7 and max(watch.blocks) == max(alone_watch.blocks)
     for length, blocks in watch.blocks.items():
         assert blocks <= alone_watch.blocks[length], f"at {length} tokens, alone: {alone_watch.blocks}"
-
-
-def check_groups(snapshot: dict[str, Any]) -> set[str]:
-    """Asserts that each group is in one place as a whole; returns where groups of several sequences are."""
-    counts: Counter[int] = Counter()
-    for group in snapshot["groups"]:
-        held = held_blocks(group)
-        if group["status"] == "waiting":
-            assert not held and not any(sequence["num_computed_tokens"] for sequence in group["sequences"]), group
-            continue
-        for sequence in group["sequences"]:
-            assert len(sequence["block_table"]) * snapshot["block_size"] >= sequence["num_computed_tokens"], group
-        if group["status"] == "swapped":
-            assert max(held) < snapshot["num_swap_blocks"], group
-        else:
-            counts.update(held)
-    assert {block: count for block, count in enumerate(snapshot["blocks"]) if count > 0} == counts
-    return {group["status"] for group in snapshot["groups"] if len(group["sequences"]) > 1}
-
-
-@pytest.mark.parametrize("pool", ["recompute", "swap", "blocks_of_1_budget_3"])
-def test_groups_go_and_come_as_a_whole(make_pair: MakePair, pool: str) -> None:
-    """Would break: some beams of a prompt in the pool while others are out of it, at any moment between two steps."""
-    pair = make_pair(stock(), **POOLS[pool][0])
-    is_over, seen = threading.Event(), set()
-    errors: list[AssertionError] = []
-
-    def watch() -> None:
-        while not is_over.wait(0.0005):
-            try:
-                seen.update(check_groups(pair.engine.snapshot() or {"groups": [], "blocks": []}))
-            except AssertionError as error:
-                errors.append(error)
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        together(
-            pair, ["beams", "beam_sample", "samples", "stateful_processor", "grammar", "requests", "beam_requests"]
-        )
-    finally:
-        is_over.set()
-        join(watcher)
-    assert not errors, errors[0]
-    assert seen >= {"running", "swapped" if "swap" in POOLS[pool][0]["preemption"] else "waiting"}
-
-
-# Pools smaller than a call
 
 
 @pytest.mark.parametrize("arguments", [{}, SAMPLE, SAMPLE | {"num_return_sequences": 2}], ids=name_of)
@@ -735,27 +612,16 @@ def test_padded_batches_wait_for_each_other(make_pair: MakePair, name: str, pree
         ragged_batch((20, 5), seed=3),
     ]
     given = [each | {"max_new_tokens": 8, "eos_token_id": None} | details for each in given]
-    results: dict[int, Any] = {}
+    nested: list[Tensor] = []  # calls inside of one that has the pool to itself
 
-    class Nested(LogitsProcessor):
-        """A call inside of one that has the pool to itself."""
+    def ask(_: Tensor) -> None:
+        nested.append(pair.paged.generate(random_ids(1, 5), max_new_tokens=2, eos_token_id=None))
 
-        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-            if input_ids.shape[1] == 22:
-                results[-1] = pair.paged.generate(random_ids(1, 5), max_new_tokens=2, eos_token_id=None)
-            return scores
-
-    def call(index: int) -> None:
-        more = {"logits_processor": [Nested()]} if index == 3 else {}
-        results[index] = pair.paged.generate(**given[index], **more)
-
-    threads = [threading.Thread(target=call, args=(index,), daemon=True) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    join(*threads)
+    owns = [{}, {}, {}, {"logits_processor": [Asker(ask)]}]
+    found = at_once(lambda both: pair.paged.generate(**both[0], **both[1]), zip(given, owns))
     for index, each in enumerate(given):
-        assert torch.equal(results[index].sequences, pair.stock.generate(**each).sequences), index
-    assert results[-1].shape == (1, 7)
+        assert torch.equal(found[index].sequences, pair.stock.generate(**each).sequences), index
+    assert nested[0].shape == (1, 7)
     with pytest.raises(hf_paged.OutOfBlocksError, match=r"blocks are needed at once, the pool has 30"):
         pair.paged.generate(**ragged_batch((20,) * 7), max_new_tokens=8, **details)
 
@@ -791,18 +657,13 @@ def test_what_cannot_be_computed_again_goes_first_where_only_one_fits(make_pair:
     embeds = {"inputs_embeds": stock().get_input_embeddings()(ids).detach()}
     length = {"max_new_tokens": 12, "eos_token_id": None}
     with counted(pair) as delta:
-        with pair.engine.core.worker.loop.exclusive():  # both begin together, and are in the pool when it is full
+        with pair.engine.exclusive():  # both begin together, and are in the pool when it is full
             older = pair.engine.submit(prompt, **length)
-            newer = threading.Thread(
-                target=lambda: results.append(pair.paged.generate(**embeds, **length)), daemon=True
-            )
-            results: list[Tensor] = []
-            newer.start()
-            while pair.engine.num_waiting < 2:
-                time.sleep(0.001)
-        join(newer)
+            newer = in_background(pair.paged.generate, **embeds, **length)
+            eventually(lambda: pair.engine.num_waiting == 2, "they don't wait")
+        found = newer.result(PATIENCE)
         assert older.result(PATIENCE).token_ids == pair.stock.generate(prompt, **length)[0, 10:].tolist()
-    assert_same(pair.stock.generate(**embeds, **length), results[0])
+    assert_same(pair.stock.generate(**embeds, **length), found)
     assert delta["num_preemptions"] == 1
 
 
@@ -821,21 +682,11 @@ def test_a_call_gives_its_blocks_back_before_it_counts_as_gone(
 
     monkeypatch.setattr(PagedCache, "reset", slow_reset)
     # User code keeps it a call of its own, whose prompt of embeddings can't be computed again.
-    call = threading.Thread(
-        target=lambda: pair.paged.generate(
-            inputs_embeds=given, logits_processor=[lambda ids, scores: scores], **length
-        ),
-        daemon=True,
-    )
-    call.start()
-    while pair.engine.stats().num_steps < 8:
-        time.sleep(0.001)
+    call = in_background(pair.paged.generate, inputs_embeds=given, logits_processor=[NextToken()], **length)
+    eventually(lambda: pair.engine.stats().num_steps >= 8, "it doesn't run")
     found = pair.engine.submit(prompt, **length).result(PATIENCE)
-    join(call)
+    call.result(PATIENCE)
     assert found.token_ids == pair.stock.generate(prompt, **length)[0, 10:].tolist()
-
-
-# At random
 
 
 def check_at_random(make_pair: MakePair, seed: int) -> None:
@@ -866,7 +717,6 @@ def check_at_random(make_pair: MakePair, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(15))
 def test_random_mixes(make_pair: MakePair, seed: int) -> None:
-    """Would break: a combination of calls and settings that was not thought of."""
     check_at_random(make_pair, seed)
 
 
@@ -874,6 +724,5 @@ def test_random_mixes(make_pair: MakePair, seed: int) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("first", range(1000, 1400, 20))
 def test_many_more_random_mixes(make_pair: MakePair, first: int) -> None:
-    """Would break: the same, rarer."""
     for seed in range(first, first + 20):
         check_at_random(make_pair, seed)

@@ -13,12 +13,14 @@ from transformers import LogitsProcessor
 
 import hf_paged
 from helpers.models import tiny_lm
-from helpers.waiting import join
+from helpers.user_code import USER_CODE, Boom
+from helpers.waiting import at_once
 from hf_paged import UnsupportedCallError
 
 peft = pytest.importorskip("peft")
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+FAILING = USER_CODE["processor"](Boom, 0)
 IDS = torch.tensor([[5, 9, 14, 23, 8, 11], [7, 44, 3, 2, 19, 6]])
 
 
@@ -46,11 +48,6 @@ class Meeting(LogitsProcessor):
         return scores
 
 
-class Failing(LogitsProcessor):
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        raise KeyError("of a caller's own")
-
-
 def test_calls_of_several_threads() -> None:
     """Also beside those without any, whether they are padded and forward by forward, or packed."""
     stock = tuned()
@@ -62,20 +59,16 @@ def test_calls_of_several_threads() -> None:
         for ids, names in zip(rows, given, strict=True)
     ]
     assert len({tuple(each.flatten().tolist()) for each in expected}) == len(expected), "the test is too easy"
-    barrier, found = threading.Barrier(len(given) - 1), [None] * len(given)
+    barrier = threading.Barrier(len(given) - 1)
 
-    def call(index: int) -> None:
+    def call(index: int) -> Tensor:
         own = {} if given[index] is None else {"adapter_names": given[index]}
         if index < len(given) - 1:
             own["logits_processor"] = [Meeting(barrier)]
-        found[index] = model.generate(input_ids=rows[index], **OPTIONS, **own)
+        return model.generate(input_ids=rows[index], **OPTIONS, **own)
 
-    threads = [threading.Thread(target=call, args=(index,)) for index in range(len(given))]
-    for thread in threads:
-        thread.start()
-    join(*threads)
-    for own, other in zip(found, expected, strict=True):
-        assert own is not None and torch.equal(own, other)
+    found = at_once(call, range(len(given)))
+    assert all(torch.equal(own, other) for own, other in zip(found, expected, strict=True))
     assert not num_hooks(model)
     paged = model.get_base_model().paged
     paged.check_invariants()
@@ -109,8 +102,8 @@ def test_a_call_that_is_preempted_keeps_its_rows_adapters() -> None:
 def test_a_call_that_raises_leaves_no_hooks() -> None:
     model = hf_paged.patch(tuned(), num_blocks=64)
     expected = model.generate(input_ids=IDS, **OPTIONS)
-    with pytest.raises(KeyError, match="of a caller's own"):
-        model.generate(input_ids=IDS, adapter_names=["one", "two"], logits_processor=[Failing()], **OPTIONS)
+    with pytest.raises(Boom):
+        model.generate(input_ids=IDS, adapter_names=["one", "two"], **FAILING, **OPTIONS)
     assert not num_hooks(model)
     assert torch.equal(model.generate(input_ids=IDS, **OPTIONS), expected)
 
@@ -119,8 +112,8 @@ def test_hooks_that_were_left_are_named() -> None:
     """Of a call before `patch`, which raised; or where PEFT came behind `patch`."""
     model = tuned()
     expected = model.generate(input_ids=IDS, **OPTIONS)
-    with pytest.raises(KeyError):
-        model.generate(input_ids=IDS, adapter_names=["one", "two"], logits_processor=[Failing()], **OPTIONS)
+    with pytest.raises(Boom):
+        model.generate(input_ids=IDS, adapter_names=["one", "two"], **FAILING, **OPTIONS)
     assert num_hooks(model)
     hf_paged.patch(model, num_blocks=64)
     with pytest.raises(UnsupportedCallError, match=r"modules \(model.layers.0.self_attn.q_proj, .*left by a call"):
@@ -156,8 +149,8 @@ def test_unpatching_and_copies() -> None:
     hf_paged.patch(model, num_blocks=64)
     assert type(model.base_model) is not kind and isinstance(model.base_model, kind)
     other = copy.deepcopy(model)
-    with pytest.raises(KeyError):
-        other.generate(input_ids=IDS, adapter_names=["one", "two"], logits_processor=[Failing()], **OPTIONS)
+    with pytest.raises(Boom):
+        other.generate(input_ids=IDS, adapter_names=["one", "two"], **FAILING, **OPTIONS)
     assert not num_hooks(other)
     hf_paged.unpatch(model)
     assert type(model.base_model) is kind

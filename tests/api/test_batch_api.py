@@ -7,7 +7,6 @@ import copy
 import inspect
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from queue import Full
 from typing import Any
@@ -19,11 +18,8 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 
 import hf_paged
 from helpers.models import EOS, PAD
-from helpers.pairs import Pair, logged_messages
-from helpers.waiting import PATIENCE, join
-
-MakePair = Callable[..., Pair]
-
+from helpers.pairs import MakePair, Pair, logged_messages
+from helpers.waiting import PATIENCE, at_once, in_background
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12, 13] * 10, [14], [5, 6, 7, 8, 9, 10]]
 
@@ -42,9 +38,6 @@ def stock_tokens(model: Any, prompt: list[int], settings: GenerationConfig, seed
     rows = model.generate(torch.tensor([prompt]), settings)[:, len(prompt) :].tolist()
     ends = [row.index(EOS) + 1 if EOS in row else len(row) for row in rows]
     return [row[:end] for row, end in zip(rows, ends, strict=True)]
-
-
-# generate_batch
 
 
 @pytest.mark.parametrize(
@@ -67,7 +60,6 @@ def test_greedy_as_stocks_own(pair: Pair, settings: dict[str, Any]) -> None:
 
 
 def test_rows_share_steps(pair: Pair) -> None:
-    """Would break: requests one after the other."""
     before = pair.engine.stats().num_steps
     pair.paged.generate_batch(PROMPTS * 3, config(eos_token_id=None))
     assert pair.engine.stats().num_steps - before < 3 * 9
@@ -125,7 +117,6 @@ def test_training_mode_and_timestamps(pair: Pair) -> None:
 
 
 def test_a_request_fails_alone(pair: Pair) -> None:
-    """Would break: one bad prompt taking others with it."""
     found = pair.paged.generate_batch([PROMPTS[0], [10_000], [], PROMPTS[1]], config())
     outputs = list(found.values())
     assert [output.status for output in outputs] == [3, 4, 4, 3]
@@ -143,13 +134,11 @@ def test_a_request_fails_alone(pair: Pair) -> None:
     ],
 )
 def test_what_it_cannot_honour(pair: Pair, given: dict[str, Any], named: str) -> None:
-    """Would break: an argument that is silently ignored."""
     with pytest.raises(ValueError, match=named):
         pair.paged.generate_batch(PROMPTS, config(), **given)
 
 
 def test_signatures_are_transformers_own(pair: Pair) -> None:
-    """Would break: an argument that another version of transformers has, or has elsewhere."""
     for name in ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager"):
         own = list(inspect.signature(getattr(type(pair.paged), name)).parameters)
         assert own == list(inspect.signature(getattr(type(pair.stock), name)).parameters)
@@ -161,9 +150,6 @@ def test_signatures_are_transformers_own(pair: Pair) -> None:
             assert [(p.kind, p.default) for p in own] == [(p.kind, p.default) for p in stock], name
             named = [p.name for p in stock if p.kind is not p.VAR_KEYWORD]
             assert [p.name for p in own if p.kind is not p.VAR_KEYWORD] == named, name
-
-
-# The manager
 
 
 def test_manager(pair: Pair) -> None:
@@ -267,13 +253,13 @@ def test_generate_batch_behind_one_that_was_ended(pair: Pair) -> None:
         pair.paged._cached_continuous_batching_manager = manager
         manager.add_requests(PROMPTS, 240)
         raise KeyboardInterrupt
+    assert not manager.is_running()
     for _ in range(2):
         found = pair.paged.generate_batch(PROMPTS[:2], settings, persistent_manager=True)
         assert [len(output.generated_tokens) for output in found.values()] == [9, 9]
 
 
 def test_results_of_further_sequences_are_waited_for(pair: Pair) -> None:
-    """Would break: no result of a child, for who asks while its request runs."""
     settings = config(eos_token_id=-1, do_sample=True, num_return_sequences=2, max_new_tokens=60)
     with pair.paged.continuous_batching_context_manager(settings) as manager:
         name = manager.add_request(PROMPTS[0])
@@ -288,16 +274,11 @@ def test_stop_while_requests_wait_for_the_queue(make_pair: MakePair) -> None:
     limit = ContinuousBatchingConfig(max_queue_size=1)
     manager = pair.paged.init_continuous_batching(config(max_new_tokens=240, eos_token_id=-1), limit)
     manager.start()
-    names: list[str | None] = []
-    threads = [
-        threading.Thread(target=lambda: names.append(manager.add_request(PROMPTS[0])), daemon=True) for _ in range(8)
-    ]
-    for thread in threads:
-        thread.start()
+    futures = [in_background(manager.add_request, PROMPTS[0]) for _ in range(8)]
     while not pair.engine.num_waiting:
         time.sleep(0.001)
     manager.stop(hard_stop=True, timeout=PATIENCE)
-    join(*threads, seconds=5)  # and not the ten seconds that a place is waited for
+    names = [future.result(5) for future in futures]  # and not the ten seconds that a place is waited for
     failed = {output.request_id for output in iter(lambda: manager.get_result(timeout=0.01), None)}
     assert failed == {name for name in names if name is not None} and None in names
     assert not pair.engine.num_running and not pair.engine.num_waiting
@@ -326,17 +307,6 @@ def test_stop(make_pair: MakePair) -> None:
     assert set(ends) == {endless, *waiting}
     assert ends[endless].status is RequestStatus.FAILED and "stopped" in ends[endless].error
     assert ends[endless].generated_tokens
-
-
-def test_an_exception_ends_what_runs(pair: Pair) -> None:
-    """Would break: Ctrl-C waiting for requests whose results are not asked for any more."""
-    with (
-        pytest.raises(KeyboardInterrupt),
-        pair.paged.continuous_batching_context_manager(config(max_new_tokens=240, eos_token_id=-1)) as manager,
-    ):
-        manager.add_requests(PROMPTS)
-        raise KeyboardInterrupt
-    assert not manager.is_running()
 
 
 def test_an_exception_while_a_request_is_added(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,7 +363,6 @@ def test_kept_manager(pair: Pair) -> None:
 
 
 def test_queue_limit(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would break: a queue without an end."""
     monkeypatch.setattr("hf_paged.api.batch_manager._QUEUE_SECONDS", 0.01)
     manager = pair.paged.init_continuous_batching(config(), ContinuousBatchingConfig(max_queue_size=2))
     manager.add_requests(PROMPTS[:2])
@@ -404,7 +373,6 @@ def test_queue_limit(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_block_sharing(pair: Pair) -> None:
-    """Would break: prefix hits that were forbidden."""
     for sharing, hits in ((True, True), (False, False)):
         pair.engine.reset_prefix_cache()
         before = asdict(pair.engine.stats())["prefix_cache_hit_tokens"]
@@ -447,16 +415,10 @@ def test_many_threads(make_pair: MakePair) -> None:
     """Would break: results mixed up between callers, a request lost, with a queue that is often full."""
     pair = make_pair(max_num_seqs=3, max_waiting=2, num_blocks=32)
     expected = [stock_tokens(pair.stock, prompt, config())[0] for prompt in PROMPTS]
-    found: dict[tuple[int, int], list[int]] = {}
-
-    def ask(manager: Any, index: int) -> None:
-        for turn in range(4):
-            name = manager.add_request(PROMPTS[index])
-            found[index, turn] = manager.get_result(name, timeout=PATIENCE).generated_tokens
-
     with pair.paged.continuous_batching_context_manager(config()) as manager:
-        threads = [threading.Thread(target=ask, args=(manager, i), daemon=True) for i in range(len(PROMPTS))]
-        for thread in threads:
-            thread.start()
-        join(*threads)
-    assert len(found) == 20 and all(tokens == expected[index] for (index, _), tokens in found.items())
+
+        def ask(prompt: list[int]) -> list[list[int]]:
+            names = (manager.add_request(prompt) for _ in range(4))  # each behind the result before
+            return [manager.get_result(name, timeout=PATIENCE).generated_tokens for name in names]
+
+        assert at_once(ask, PROMPTS) == [[tokens] * 4 for tokens in expected]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from threading import Thread
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -15,15 +13,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from transformers import LogitsProcessor
+from transformers.utils import ModelOutput
 
 import hf_paged
 from helpers.models import build, name_of, ragged_batch, random_ids
-from helpers.pairs import Pair, assert_same, logged_messages, new_cache
+from helpers.pairs import MakePair, assert_same, logged_messages, new_cache
+from helpers.user_code import NextToken
+from helpers.waiting import PATIENCE, in_background
 from hf_paged.api.loops import run_loop
-from hf_paged.model.hooks import HookWatch, all_modules
-
-MakePair = Callable[..., Pair]
+from hf_paged.model.hooks import all_modules
 
 EOS_OFTEN = {"eos_token_id": list(range(2, 30))}
 NEW = {"max_new_tokens": 7}
@@ -44,6 +42,9 @@ class Watcher:
 
     def output(self, module: nn.Module, args: Any, output: Any) -> Any:
         """A forward hook."""
+        if isinstance(output, ModelOutput):
+            self.shapes.append(tuple(output[0].shape))
+            return None
         return (self._change(output[0]), *output[1:]) if isinstance(output, tuple) else self._change(output)
 
     def input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -54,7 +55,6 @@ class Watcher:
 
 
 def hook(model: Any, kind: str) -> Watcher:
-    """Puts a watcher's hook of this kind on a module of the model."""
     watcher = Watcher()
     name, _, is_pre = kind.partition(":")
     if is_pre:
@@ -64,25 +64,15 @@ def hook(model: Any, kind: str) -> Watcher:
     return watcher
 
 
-class Shift(LogitsProcessor):
-    """A processor of a user's own."""
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return scores.roll(1, dims=-1)
-
-
 CALLS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "samples": {"do_sample": True, "num_return_sequences": 2},
     "beams": {"num_beams": 3, "num_return_sequences": 2},
     "eos_often": EOS_OFTEN,
     "beams_eos_often": {"num_beams": 3, **EOS_OFTEN},
-    "processor": {"logits_processor": [Shift()], **EOS_OFTEN},
+    "processor": {"logits_processor": [NextToken()], **EOS_OFTEN},
     "hidden_states": {"return_dict_in_generate": True, "output_hidden_states": True},
 }
-
-
-# What they are shown
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -114,14 +104,7 @@ def test_hooks_see_what_stock_shows_them(make_pair: MakePair, name: str, call: s
 def test_hooks_of_all_modules(make_pair: MakePair, kind: str) -> None:
     """Would break: modules that are computed another way although they are watched."""
     pair = make_pair()
-    if kind == "model":
-        watchers = [Watcher(), Watcher()]
-        for model, watcher in zip((pair.stock, pair.paged), watchers, strict=True):
-            model.model.register_forward_hook(
-                lambda module, args, output, watcher=watcher: watcher.shapes.append(tuple(output[0].shape))
-            )
-    else:
-        watchers = [hook(model, kind) for model in (pair.stock, pair.paged)]
+    watchers = [hook(model, kind) for model in (pair.stock, pair.paged)]
     pair.generate(**ragged_batch(), **NEW, falls_back=True)
     assert watchers[0].shapes == watchers[1].shapes
 
@@ -151,7 +134,6 @@ def test_a_kept_cache(make_pair: MakePair, is_hooked_first: bool) -> None:
 
 
 def test_a_batch_larger_than_a_step(make_pair: MakePair) -> None:
-    """Would break: prompts in chunks."""
     pair = make_pair(max_num_batched_tokens=5, max_num_seqs=2)
     for model in (pair.stock, pair.paged):
         hook(model, "model.layers.0")
@@ -165,24 +147,14 @@ def test_requests_and_threads(make_pair: MakePair) -> None:
         hook(model, "model.layers.0")
     prompts = [random_ids(1, length, seed=length) for length in (3, 8, 5, 12)]
     expected = [pair.stock.generate(ids, **NEW) for ids in prompts]
-    found: dict[int, Tensor] = {}
-
-    def run(index: int) -> None:
-        found[index] = pair.paged.generate(prompts[index], **NEW)
-
-    threads = [Thread(target=run, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
+    futures = [in_background(pair.paged.generate, ids, **NEW) for ids in prompts]
     results = pair.engine.generate([ids[0] for ids in prompts], **NEW)
-    for thread in threads:
-        thread.join(60)
     for index, text in enumerate(expected):
-        assert torch.equal(found[index], text)
+        assert torch.equal(futures[index].result(PATIENCE), text)
         assert results[index].token_ids == text[0, prompts[index].shape[1] :].tolist()
 
 
 def test_scoring_over_a_paged_cache(make_pair: MakePair) -> None:
-    """Would break: a user's own forwards over a `PagedCache`."""
     pair = make_pair()
     watchers = [hook(model, "model.layers.0") for model in (pair.stock, pair.paged)]
 
@@ -193,9 +165,6 @@ def test_scoring_over_a_paged_cache(make_pair: MakePair) -> None:
 
     pair.both(call, falls_back=True)
     assert watchers[0].shapes == watchers[1].shapes
-
-
-# When
 
 
 def test_a_hook_added_and_removed(make_pair: MakePair) -> None:
@@ -228,7 +197,6 @@ def test_a_hook_added_and_removed(make_pair: MakePair) -> None:
 
 
 def test_hooks_on_all_modules_of_the_process(make_pair: MakePair) -> None:
-    """Would break: those that `register_module_forward_hook` adds."""
     pair = make_pair()
     shapes: list[Any] = []
 
@@ -271,9 +239,6 @@ def test_one_warning_or_an_error(make_pair: MakePair) -> None:
     assert cache.get_seq_length() == 0
     handle.remove()
     strict.generate(**ragged_batch(), **NEW)
-
-
-# Hooks that keep the packed batch
 
 
 def marked(model: Any) -> None:
@@ -328,12 +293,7 @@ def test_hooks_that_keep_the_packed_batch(make_pair: MakePair, add: Callable[[An
     assert pair.seen[0] < 28 and pair.delta["prefix_cache_hit_tokens"] > 0
 
 
-# PEFT's hooks that give each row arguments of its own
-
-
-@contextmanager
-def activated(**settings: Any) -> Iterator[Any]:
-    """A model with an activated LoRA."""
+def activated() -> Any:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
@@ -341,7 +301,6 @@ def activated(**settings: Any) -> Iterator[Any]:
         alora_invocation_tokens=[5, 6],
         r=4,
         init_lora_weights=False,
-        **settings,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -349,14 +308,13 @@ def activated(**settings: Any) -> Iterator[Any]:
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.data.normal_(std=0.5)
-    yield model.eval()
+    return model.eval()
 
 
 @pytest.mark.parametrize("arguments", [{}, EOS_OFTEN, {"do_sample": True}], ids=name_of)
 def test_activated_lora(make_pair: MakePair, arguments: dict[str, Any]) -> None:
     """Would break: the adapter's beginning in each row, counted from the end of the padded prompt."""
-    with activated() as model:
-        pair = make_pair(model, max_num_batched_tokens=4)
+    pair = make_pair(activated(), max_num_batched_tokens=4)
     batch = ragged_batch((11, 9, 8, 6))
     for row, place in enumerate((-4, -6, -2)):  # none in the last row
         batch["input_ids"][row, place : place + 2 or None] = torch.tensor([5, 6])
@@ -367,12 +325,6 @@ def test_activated_lora(make_pair: MakePair, arguments: dict[str, Any]) -> None:
     # Called without PEFT's wrapper nothing activates it, and the batch is packed.
     inner = pair.paged.get_base_model()
     assert_same(pair.stock.get_base_model().generate(**batch, **NEW), inner.generate(**batch, **NEW))
-
-
-# The watch itself
-
-
-# Forwards put on the model itself
 
 
 def with_a_head(model: Any) -> None:
@@ -398,7 +350,6 @@ def wrapped_twice(model: Any) -> None:
 
 
 def partial(model: Any) -> None:
-    """No function."""
     model.forward = functools.partial(model.forward)
 
 
@@ -483,7 +434,6 @@ def switched(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def put_on(model: Any, function: Callable[..., Any]) -> None:
-    """Makes the function the model's forward."""
     original = model.forward
 
     @functools.wraps(original)
@@ -529,15 +479,3 @@ def test_all_modules_are_those_of_torch() -> None:
     model.register_module("missing", None)
     modules = all_modules(model)
     assert len(modules) == len(set(modules)) and set(modules) == set(model.modules()) and modules[0] is model
-
-
-def test_the_watch_sees_a_removed_hook_at_once() -> None:
-    """Would break: a hook that left the model, found by the last look."""
-    model = nn.Sequential(nn.Linear(2, 2))
-    watch = HookWatch()
-    handle = model[0].register_forward_hook(lambda *_: None)
-    assert watch.is_outdated
-    watch.look(model, all_modules(model))
-    assert watch.needs_rows and not watch.is_outdated
-    handle.remove()
-    assert not watch.needs_rows

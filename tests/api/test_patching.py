@@ -6,7 +6,6 @@ import copy
 import gc
 import io
 import pickle
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from inspect import signature
@@ -25,17 +24,15 @@ from transformers import AutoModelForCausalLM, GenerationMixin, LlamaForCausalLM
 
 import hf_paged
 from helpers.models import MODELS, build, name_of, ragged_batch, random_ids
-from helpers.pairs import Pair, assert_same
+from helpers.pairs import MakePair, Pair, assert_same
 from helpers.requests import held_step
+from helpers.waiting import eventually
 from hf_paged.attention.paged_attention import attention_configs
-
-MakePair = Callable[..., Pair]
 
 SETTINGS = {"block_size": 4, "num_blocks": 64}
 
 
 def patched_llama(**settings: Any) -> Any:
-    """A patched tiny Llama."""
     return hf_paged.patch(build("llama"), **(SETTINGS | settings))
 
 
@@ -44,12 +41,8 @@ def text_of(model: Any) -> Tensor:
     return model.generate(**ragged_batch(), max_new_tokens=6)
 
 
-# Patched, and back
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_unpatch_brings_everything_back(attention: str) -> None:
-    """Would break: a class, config, hook or attribute that stays behind."""
     model = build("llama", attention=attention)
 
     def facts() -> Any:
@@ -97,6 +90,8 @@ def test_the_class_looks_like_the_models_own() -> None:
     stock, model = build("llama"), patched_llama()
     kind = type(model)
     assert isinstance(model, LlamaForCausalLM) and issubclass(kind, LlamaForCausalLM)
+    assert type(model.model) is LlamaModel and type(stock) is LlamaForCausalLM
+    assert "paged" not in vars(LlamaForCausalLM) and not hasattr(stock, "paged")
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
         assert getattr(kind, name) == getattr(LlamaForCausalLM, name)
     assert repr(model) == repr(stock)
@@ -146,12 +141,8 @@ def test_accelerate_hooks_after_patching(pair: Pair) -> None:
     assert_same(text_of(pair.stock), text_of(pair.paged))
 
 
-# A model of which this process holds a share
-
-
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """A mesh of this process alone."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     distributed.destroy_process_group()
@@ -228,9 +219,6 @@ def test_a_model_shared_out_after_patching(share: Callable[[Any, DeviceMesh], No
     assert model.paged.stats().num_running == 0
 
 
-# Everything but generation
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_scoring_and_training_are_bit_identical(name: str) -> None:
     """Would break: logits, loss or gradients of calls that have nothing to do with the pool, even by rounding."""
@@ -255,7 +243,6 @@ def test_scoring_and_training_are_bit_identical(name: str) -> None:
 
 
 def test_forward_with_its_own_cache_is_bit_identical(pair: Pair) -> None:
-    """Would break: loops over a `DynamicCache` of the user's on a patched model."""
     ids = random_ids(2, 9)
 
     def call(model: Any) -> list[Tensor]:
@@ -266,9 +253,6 @@ def test_forward_with_its_own_cache_is_bit_identical(pair: Pair) -> None:
     for one, other in zip(*pair.both(call)):
         assert torch.equal(one, other)
     assert pair.delta["num_steps"] == 0
-
-
-# torch.compile
 
 
 class Graphs:
@@ -318,9 +302,6 @@ def test_compiled_forwards_over_a_paged_cache(mode: dict[str, Any]) -> None:
     torch.compiler.reset()
 
 
-# Copies and files
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 def test_saved_files_are_those_of_the_unpatched_model(tmp_path: Path, name: str) -> None:
     """Would break: our class or attention in `config.json`, which could not be loaded elsewhere."""
@@ -338,31 +319,27 @@ def test_saved_files_are_those_of_the_unpatched_model(tmp_path: Path, name: str)
     assert torch.equal(text_of(loaded), text_of(model))
 
 
-def by_deepcopy(model: Any) -> Any:
-    """`copy.deepcopy`."""
-    return copy.deepcopy(model)
-
-
-def by_torch_save(model: Any) -> Any:
-    """`torch.save` and `torch.load`."""
+def saved_and_loaded(model: Any) -> Any:
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
 
 
-def by_pickle(model: Any) -> Any:
-    """`pickle`."""
-    return pickle.loads(pickle.dumps(model))
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": saved_and_loaded,
+}
 
 
-@pytest.mark.parametrize("copied", [by_deepcopy, by_torch_save, by_pickle], ids=lambda copied: copied.__name__)
-def test_copy_of_a_patched_model(copied: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize("how", COPIES)
+def test_copy_of_a_patched_model(how: str) -> None:
     """Would break: a copy that isn't patched, shares the pool, or keeps the original alive."""
     model = patched_llama()
     cache = hf_paged.PagedCache(model)
     text = model.generate(**ragged_batch(), past_key_values=cache, max_new_tokens=6)
-    twin = copied(model)
+    twin = COPIES[how](model)
     assert type(twin).__name__ == "LlamaForCausalLM" and isinstance(twin, LlamaForCausalLM)
     assert twin.paged is not model.paged and twin.paged.config == model.paged.config
     assert twin.paged.stats().num_steps == 0
@@ -381,9 +358,7 @@ def test_copy_of_a_patched_model(copied: Callable[[Any], Any]) -> None:
 
 
 SAVERS: dict[str, Callable[[Any, Path], Any]] = {
-    "deepcopy": lambda model, _: copy.deepcopy(model),
-    "pickle": lambda model, _: by_pickle(model),
-    "torch.save": lambda model, _: by_torch_save(model),
+    **{how: lambda model, _, how=how: COPIES[how](model) for how in COPIES},
     "config": lambda model, _: LlamaForCausalLM(copy.deepcopy(model.config)),
     "pickled config": lambda model, _: LlamaForCausalLM(pickle.loads(pickle.dumps(model.config))),
     "from_config": lambda model, _: AutoModelForCausalLM.from_config(model.config),
@@ -423,7 +398,6 @@ def test_a_copy_of_a_compiled_model_is_not_compiled() -> None:
 
 
 def test_patched_model_inside_a_module() -> None:
-    """Would break: a wrapper of the user's (deep-copied, moved, saved) with a patched model in it."""
 
     class Wrapper(nn.Module):
         def __init__(self, model: PreTrainedModel) -> None:
@@ -439,30 +413,18 @@ def test_patched_model_inside_a_module() -> None:
     assert torch.equal(text_of(fresh.model), text)
 
 
-# The class of a patched model makes models of its own
+MAKERS: dict[str, Callable[[Any, Path], Any]] = {
+    "type(model)(config)": lambda model, _: type(model)(model.config),
+    "_from_config": lambda model, _: type(model)._from_config(model.config),
+    "from_pretrained": lambda model, path: model.save_pretrained(path) or type(model).from_pretrained(path),
+}
 
 
-def by_calling(model: Any, folder: Path) -> Any:
-    """`type(model)(config)`."""
-    return type(model)(model.config)
-
-
-def by_from_config(model: Any, folder: Path) -> Any:
-    """`type(model)._from_config`."""
-    return type(model)._from_config(model.config)
-
-
-def by_from_pretrained(model: Any, folder: Path) -> Any:
-    """`type(model).from_pretrained`."""
-    model.save_pretrained(folder)
-    return type(model).from_pretrained(folder)
-
-
-@pytest.mark.parametrize("make", [by_calling, by_from_config, by_from_pretrained], ids=lambda make: make.__name__)
-def test_the_patched_class_makes_models_of_the_base_class(make: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", MAKERS)
+def test_the_patched_class_makes_models_of_the_base_class(how: str, tmp_path: Path) -> None:
     """Would break: a model without an engine whose methods all look for one."""
     model = patched_llama()
-    fresh = make(model, tmp_path)
+    fresh = MAKERS[how](model, tmp_path)
     assert type(fresh) is LlamaForCausalLM and not hasattr(fresh, "paged")
     fresh.load_state_dict(model.state_dict())
     fresh.eval()
@@ -471,9 +433,6 @@ def test_the_patched_class_makes_models_of_the_base_class(make: Callable[..., An
     twin = copy.deepcopy(fresh)
     assert type(twin) is LlamaForCausalLM
     assert torch.equal(text_of(hf_paged.patch(fresh, **SETTINGS)), text) and fresh.paged is not model.paged
-
-
-# Settings
 
 
 def test_environment_replaces_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -494,21 +453,6 @@ def test_pool_is_sized_from_memory(make_pair: MakePair) -> None:
     assert pair.engine.stats().num_blocks == 4 * 256 // 4  # four sequences of the model's full context
 
 
-# Several models, and none
-
-
-def test_two_patched_models_side_by_side(make_pair: MakePair) -> None:
-    """Would break: state shared between engines, in particular the attention that both register."""
-    one = make_pair("llama", block_size=2)
-    two = make_pair("gemma2", block_size=5)
-    for _ in range(2):
-        one.generate(**ragged_batch(), max_new_tokens=4)
-        two.generate(**ragged_batch(), max_new_tokens=4, num_beams=2)
-    hf_paged.unpatch(one.paged)
-    two.generate(**ragged_batch(), max_new_tokens=4)
-    assert_same(text_of(one.stock), text_of(one.paged))
-
-
 def test_two_models_over_one_config(make_pair: MakePair) -> None:
     """Would break: models made from one config object, when the forward of one is inside that of the other."""
     config = MODELS["llama"].config()
@@ -526,37 +470,27 @@ def test_two_models_over_one_config(make_pair: MakePair) -> None:
 
 @pytest.mark.parametrize("used", [False, True], ids=["unused", "used"])
 def test_dropped_model_dies(used: bool) -> None:
-    """Would break: a model (and its pool) that stays in memory for ever."""
     model = patched_llama()
     if used:
         text_of(model)
         text_of(hf_paged.patch(hf_paged.unpatch(model), **SETTINGS))
     dead, engine, pool = weakref.ref(model), weakref.ref(model.paged), weakref.ref(model.paged.core.kv_cache)
     del model
-    for _ in range(100):  # the worker's thread may be on its way out of its last step
+
+    def is_dead() -> bool:  # the worker's thread may be on its way out of its last step
         gc.collect()
-        if dead() is None and engine() is None and pool() is None:
-            break
-        time.sleep(0.05)
-    assert dead() is None and engine() is None and pool() is None
+        return dead() is None and engine() is None and pool() is None
+
+    eventually(is_dead, "it stays in memory")
 
 
 def test_unpatched_model_lets_its_engine_die() -> None:
-    """Would break: the pool's memory after `unpatch`."""
     model = patched_llama()
     text_of(model)
     engine = weakref.ref(model.paged)
     hf_paged.unpatch(model)
     gc.collect()
     assert engine() is None
-
-
-def test_base_model_is_left_alone() -> None:
-    """Would break: other instances of the class, or the inner model's own class."""
-    model = patched_llama()
-    assert type(model.model) is LlamaModel
-    assert type(build("llama")) is LlamaForCausalLM and not hasattr(build("llama"), "paged")
-    assert "paged" not in vars(LlamaForCausalLM)
 
 
 def test_a_call_that_is_unpatched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,11 +24,9 @@ from transformers import (
 
 import hf_paged
 from helpers.models import EOS, PAD, VOCAB, build, name_of, ragged_batch, random_ids
-from helpers.pairs import Pair, assert_same_cache, logged_messages, new_cache
+from helpers.pairs import MakePair, Pair, assert_same_cache, logged_messages, new_cache
 from helpers.user_code import USER_CODE, Boom, Fuse, FusedProcessor
 from hf_paged import PagedCache, PagedConfig
-
-MakePair = Callable[..., Pair]
 
 
 @contextmanager
@@ -44,9 +42,6 @@ def raises_and_recovers(pair: Pair, error: type[BaseException], match: str) -> I
     assert pair.engine.stats().num_free_blocks == (free or stats.num_blocks)
 
 
-# Settings
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -58,7 +53,6 @@ def raises_and_recovers(pair: Pair, error: type[BaseException], match: str) -> I
     ],
 )
 def test_a_pool_that_no_machine_holds(settings: dict[str, Any], message: str) -> None:
-    """Would break: a list of a million million blocks that is being made."""
     model = hf_paged.patch(build("llama"), **settings)
     for call in (model.generate, model.paged.submit):
         with pytest.raises(ValueError, match=message):
@@ -82,9 +76,6 @@ def test_patching_again(pair: Pair) -> None:
         hf_paged.patch(pair.paged, block_size=8, num_blocks=256)
     assert pair.engine is engine
     pair.generate(**ragged_batch(), max_new_tokens=4)
-
-
-# Prompts
 
 
 @pytest.mark.parametrize(
@@ -114,7 +105,6 @@ def test_length_that_just_fits(make_pair: MakePair) -> None:
 
 @pytest.mark.parametrize("arguments", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}], ids=name_of)
 def test_empty_prompt(pair: Pair, arguments: dict[str, Any]) -> None:
-    """Would break: an IndexError from the depths."""
     with raises_and_recovers(pair, ValueError, "empty"):
         pair.paged.generate(torch.empty((1, 0), dtype=torch.long), max_new_tokens=4, **arguments)
 
@@ -130,7 +120,6 @@ NO_ROWS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", NO_ROWS)
 def test_batch_of_no_rows(pair: Pair, name: str) -> None:
-    """Would break: a call that waits for a row to end."""
     with raises_and_recovers(pair, ValueError, r"batch is empty.* at least one row, got shape \(0, 4\)"):
         pair.paged.generate(torch.empty((0, 4), dtype=torch.long), max_new_tokens=4, **NO_ROWS[name])
     with raises_and_recovers(pair, ValueError, "batch is empty"):
@@ -140,7 +129,6 @@ def test_batch_of_no_rows(pair: Pair, name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool], ids=str)
 @pytest.mark.parametrize("arguments", [{}, {"num_beams": 2}, {"return_dict_in_generate": True}], ids=name_of)
 def test_ids_that_are_no_integers(pair: Pair, dtype: torch.dtype, arguments: dict[str, Any]) -> None:
-    """Would break: an error from the depths that names neither dtype nor argument."""
     ids = random_ids(2, 4).to(dtype)
     with raises_and_recovers(pair, ValueError, f"input_ids must be integers .*{dtype}"):
         pair.paged.generate(ids, max_new_tokens=4, **arguments)
@@ -169,7 +157,6 @@ def test_bad_generation_setting(pair: Pair, arguments: dict[str, Any], message: 
 
 
 def test_empty_forward(pair: Pair) -> None:
-    """Would break: a forward of no token, or of no row, over a cache."""
     cache = PagedCache(pair.paged)
     with raises_and_recovers(pair, ValueError, "batch is empty"):
         pair.paged(torch.empty((0, 4), dtype=torch.long), past_key_values=cache)
@@ -179,11 +166,7 @@ def test_empty_forward(pair: Pair) -> None:
         pair.paged(past_key_values=cache)
 
 
-# Caches
-
-
 def test_cache_of_another_model(make_pair: MakePair) -> None:
-    """Would break: reading one model's keys and values with another."""
     pair, other = make_pair(), make_pair()
     cache = PagedCache(other.paged)
     with raises_and_recovers(pair, ValueError, "belongs to another model"):
@@ -194,7 +177,6 @@ def test_cache_of_another_model(make_pair: MakePair) -> None:
 
 
 def test_cache_needs_a_patched_model(pair: Pair) -> None:
-    """Would break: a cache whose blocks belong to no model."""
     with pytest.raises(ValueError, match=r"patched model.*got LlamaForCausalLM$"):
         PagedCache(pair.stock)
     cache = PagedCache(pair.paged)
@@ -205,7 +187,6 @@ def test_cache_needs_a_patched_model(pair: Pair) -> None:
 
 @pytest.mark.parametrize("arguments", [{}, {"num_beams": 2}], ids=name_of)
 def test_a_layer_added_after_patching(pair: Pair, arguments: dict[str, Any]) -> None:
-    """Would break: an IndexError from the depths of the cache."""
     layers = pair.paged.model.layers
     added = copy.deepcopy(layers[-1])
     added.self_attn.layer_idx = 2
@@ -265,7 +246,6 @@ def test_rows_of_an_empty_cache(pair: Pair) -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 6])
 def test_other_batch_size_over_a_kept_cache(pair: Pair, rows: int) -> None:
-    """Would break: rows read with other rows' keys."""
     cache = PagedCache(pair.paged)
     first = pair.paged.generate(random_ids(3, 5), past_key_values=cache, max_new_tokens=4)
     length = cache.get_seq_length()
@@ -308,13 +288,9 @@ def test_prompt_that_does_not_continue_its_cache(pair: Pair, columns: int, other
 
 
 def test_cache_implementation_beside_a_cache(pair: Pair) -> None:
-    """Would break: one of the two ignored."""
     cache = PagedCache(pair.paged)
     with raises_and_recovers(pair, ValueError, "cache_implementation"):
         pair.paged.generate(random_ids(1, 3), past_key_values=cache, cache_implementation="static", max_new_tokens=2)
-
-
-# User code that fails
 
 
 CALLS: dict[str, dict[str, Any]] = {
@@ -407,11 +383,7 @@ def test_forward_that_fails_over_a_kept_cache(make_pair: MakePair, where: str, i
     assert_same_cache(*caches.values())
 
 
-# What only stock can run
-
-
 def trained_with_dropout(model: Any) -> dict[str, Any]:
-    """Puts the model into training mode with dropout in its attention."""
     model.train()
     model.config.attention_dropout = 0.3
     for layer in model.model.layers:
@@ -450,7 +422,6 @@ def test_fallback_to_stock(make_pair: MakePair, name: str) -> None:
 
 @pytest.mark.parametrize("name", FALLBACKS)
 def test_strict_forbids_the_fallback(make_pair: MakePair, name: str) -> None:
-    """Would break: a production job that believes it runs paged."""
     make, reason = FALLBACKS[name]
     pair = make_pair(build("llama", attention="eager"), strict=True)
     arguments = make(pair.paged)
@@ -502,7 +473,6 @@ def test_a_model_that_the_pool_is_not_for_runs_stock(make_pair: MakePair, name: 
 
 
 def test_training_mode_without_dropout_needs_no_fallback(make_pair: MakePair) -> None:
-    """Would break: models that are not in eval mode, for no reason."""
     pair = make_pair(strict=True)
     for model in (pair.stock, pair.paged):
         model.train()

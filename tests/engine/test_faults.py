@@ -25,16 +25,15 @@ import psutil
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LogitsProcessor, TextIteratorStreamer
-from transformers.generation.streamers import BaseStreamer
+from transformers import LogitsProcessor
 
 import hf_paged
-from helpers.models import VOCAB, build, name_of, ragged_batch, tiny_lm, tiny_tokenizer
-from helpers.pairs import Pair, logged_messages
+from helpers.models import VOCAB, build, ragged_batch
+from helpers.pairs import MakePair, Pair, logged_messages
 from helpers.processes import ends_of_processes, in_child, run_processes
 from helpers.requests import ENDLESS, MARKER, SAMPLE, Brake, Gate, blocks_in_use, prompt, settle, stock_rows
-from helpers.user_code import USER_CODE, Boom, NextToken, Sleeper
-from helpers.waiting import PATIENCE, eventually
+from helpers.user_code import USER_CODE, Boom, NextToken, PutRecorder, Sleeper
+from helpers.waiting import PATIENCE, at_once, eventually, in_background
 from hf_paged.attention.pool_attention import PoolAttention
 from hf_paged.core.interrupts import deferred_interrupt
 from hf_paged.core.process import PROCESS
@@ -42,8 +41,6 @@ from hf_paged.engine.beam_run import BeamRun
 from hf_paged.engine.sampled_run import SampledRun
 from hf_paged.memory.kv_cache import KVCache
 from hf_paged.model.packed_forward import PackedForward
-
-MakePair = Callable[..., Pair]
 
 pytestmark = pytest.mark.usefixtures("ctrl_c")
 
@@ -63,7 +60,6 @@ UNMARKED: dict[str, Any] = {"bad_words_ids": [[MARKER]]} | ENDLESS
 
 @functools.cache
 def undisturbed() -> list[list[list[int]]]:
-    """The neighbours' tokens."""
     stock, found = build("llama"), []
     for seed, length, _, mode in NEIGHBOURS:
         torch.manual_seed(seed)
@@ -93,15 +89,7 @@ def neighbours(pair: Pair) -> Iterator[None]:
     settle(pair)
 
 
-# User code that raises
-
-
-class Ender(BaseStreamer):
-    """Raises in its `end`."""
-
-    def put(self, value: Tensor) -> None:
-        pass
-
+class Ender(PutRecorder):
     def end(self) -> None:
         raise Boom("burnt")
 
@@ -148,57 +136,6 @@ def test_user_code_that_raises(pair: Pair, code: str, mode: str) -> None:
         assert held > 0
 
 
-@pytest.mark.parametrize("end", ["fails", "cancelled"])
-def test_a_request_that_ended_badly_is_freed(pair: Pair, end: str) -> None:
-    """Would break: an error, its traceback and all that its frames hold, kept by the handle's own finalizer."""
-    arguments = USERS["processor"]() if end == "fails" else ENDLESS
-    request = pair.engine.submit(prompt(5), **({"max_new_tokens": 12} | arguments))
-    if end == "fails":
-        with pytest.raises(Boom, match=r"^burnt$"):
-            request.result(PATIENCE)
-    else:
-        request.cancel()
-        request.result(PATIENCE)
-    state = weakref.ref(request._state)
-    del request
-
-    def is_freed() -> bool:
-        gc.collect()
-        return state() is None
-
-    eventually(is_freed, "the request is still there")
-
-
-@pytest.mark.parametrize("arguments", [{}, SAMPLE, {"prompt_lookup_num_tokens": 3}], ids=name_of)
-def test_a_reader_that_vanishes(make_pair: MakePair, arguments: dict[str, Any]) -> None:
-    """Would break: a web client that closes its tab and blocks, or leaks, the call that wrote for it."""
-    pair = make_pair(tiny_lm(), block_size=8)
-    ids = tiny_tokenizer()("The old man", return_tensors="pt")["input_ids"]
-    torch.manual_seed(0)
-    expected = pair.stock.generate(ids, max_new_tokens=20, **arguments)
-    results: list[Tensor] = []
-
-    def work(streamer: Any) -> None:
-        results.append(pair.paged.generate(ids, max_new_tokens=20, streamer=streamer, **arguments))
-
-    for num_read in (0, 3):
-        torch.manual_seed(0)
-        streamer = TextIteratorStreamer(tiny_tokenizer(), timeout=PATIENCE)
-        thread = threading.Thread(target=work, args=(streamer,), daemon=True)
-        thread.start()
-        for _ in range(num_read):
-            next(streamer)
-        del streamer
-        gc.collect()
-        thread.join(PATIENCE)
-        assert not thread.is_alive()
-    assert len(results) == 2 and all(torch.equal(result, expected) for result in results)
-    settle(pair)
-
-
-# Ctrl-C
-
-
 def interrupted(call: Callable[[], Any], wait: Callable[[], Any]) -> bool:
     """Calls, with a Ctrl-C when another thread has waited; whether that came before the call's end."""
     is_over = False
@@ -225,7 +162,7 @@ def many(pair: Pair) -> Any:
 WAITS: dict[str, Callable[[Pair, dict[str, Any]], Any]] = {
     "rows": lambda pair, given: pair.paged.generate(**ragged_batch(), **given),
     "beams": lambda pair, given: pair.paged.generate(**ragged_batch(), **given, num_beams=3),
-    "streamed": lambda pair, given: pair.paged.generate(prompt(5), **given, streamer=Recorder()),
+    "streamed": lambda pair, given: pair.paged.generate(prompt(5), **given, streamer=PutRecorder()),
     "processor": lambda pair, given: pair.paged.generate(prompt(5), **given, logits_processor=[NextToken()]),
     "result": lambda pair, given: pair.engine.submit(prompt(5), **given).result(PATIENCE),
     "iteration": lambda pair, given: list(pair.engine.submit(prompt(5), **given)),
@@ -233,19 +170,8 @@ WAITS: dict[str, Callable[[Pair, dict[str, Any]], Any]] = {
 }
 
 
-class Recorder(BaseStreamer):
-    """Does nothing."""
-
-    def put(self, value: Tensor) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-
 @pytest.mark.parametrize("name", WAITS)
 def test_ctrl_c(pair: Pair, name: str) -> None:
-    """Would break: a call that can't be stopped, or that keeps its blocks when it was."""
     given = {"max_new_tokens": 220} | ENDLESS
     with neighbours(pair):
         begun = pair.engine.stats().num_steps + 5
@@ -277,30 +203,6 @@ def test_ctrl_c_while_the_worker_is_busy(pair: Pair) -> None:
     signal.set_wakeup_fd(before)
     os.close(arrived), os.close(arrives)
     assert pair.engine.stats().num_steps <= 4
-    settle(pair)
-
-
-def test_ctrl_c_at_any_moment(pair: Pair) -> None:
-    """Would break: tables torn by a signal between two statements, or a worker that is told to pause for good."""
-    ids = ragged_batch()
-    expected = pair.stock.generate(**ids, max_new_tokens=6, num_beams=2)
-    calls: list[Callable[[], Any]] = [
-        lambda: pair.paged.generate(**ids, max_new_tokens=30, num_beams=2, **ENDLESS),
-        lambda: pair.paged.generate(**ids, max_new_tokens=30, **ENDLESS),
-        lambda: pair.paged.generate(**ids, max_new_tokens=30, output_hidden_states=True, return_dict_in_generate=True),
-    ]
-    num_hits = 0
-    for turn in range(36):
-        before = pair.engine.stats().num_steps + turn // 3
-        num_hits += interrupted(
-            calls[turn % 3],
-            lambda before=before: eventually(lambda: pair.engine.stats().num_steps >= before, "no step"),
-        )
-        if turn % 6 == 5:
-            pair.engine.check_invariants()
-            assert torch.equal(pair.paged.generate(**ids, max_new_tokens=6, num_beams=2), expected)
-    assert num_hits > 12
-    gc.collect()
     settle(pair)
 
 
@@ -352,9 +254,6 @@ def test_ctrl_c_while_work_is_handed_over(
         gc.collect()
 
 
-# The model fails
-
-
 def fail_on_marker(pair: Pair, error: type[BaseException] = Boom, token: int = MARKER, calls: int = 1000) -> None:
     """The model's embedding raises when `token` is in the batch, so many times."""
 
@@ -370,7 +269,6 @@ def fail_on_marker(pair: Pair, error: type[BaseException] = Boom, token: int = M
 @pytest.mark.parametrize("error", [Boom, SystemExit], ids=lambda error: error.__name__)
 @pytest.mark.parametrize("mode", MODES)
 def test_model_that_fails_for_one_request(make_pair: MakePair, mode: str, error: type[BaseException]) -> None:
-    """Would break: an error of one row that ends all rows of its step (or the worker itself)."""
     pair = make_pair(max_num_batched_tokens=64)
     fail_on_marker(pair, error)
     with neighbours(pair):
@@ -453,7 +351,6 @@ class Memory:
 
 @pytest.mark.parametrize("once", [True, False])
 def test_out_of_memory_shrinks_the_step(pair: Pair, once: bool) -> None:
-    """Would break: a request that fails though a smaller step would have had room."""
     memory = Memory(pair, 24, once)
     prompts = [prompt(seed, length) for seed, length in ((0, 40), (1, 9), (2, 12))]
     brake = Brake(pair)
@@ -545,12 +442,7 @@ def test_nan_logits(make_pair: MakePair) -> None:
             assert found == stock_rows(pair.stock, bad, max_new_tokens=5)
 
 
-# Slow code, and code that calls back
-
-
 class Caller(LogitsProcessor):
-    """Calls its own model: a forward, and a whole `generate()`."""
-
     def __init__(self, model: Any) -> None:
         self._model = model
 
@@ -574,14 +466,7 @@ def test_a_processor_that_calls_the_model(pair: Pair, num_beams: int) -> None:
         assert pair.engine.submit(prompt(6), **given, guidance_scale=1.5).result(PATIENCE).sequences == guided
 
 
-# Stale prefixes
-
-
-# What transformers' own continuous batching gets wrong
-
-
 def test_left_padding_is_no_prompt(pair: Pair) -> None:
-    """Would break: padding that is attended to, in a request that brings its mask."""
     batch = ragged_batch((11, 4))
     row = {name: value[1:] for name, value in batch.items()}
     expected = pair.stock.generate(**batch, max_new_tokens=12)[1, 11:].tolist()
@@ -592,34 +477,7 @@ def test_left_padding_is_no_prompt(pair: Pair) -> None:
     settle(pair)
 
 
-def test_samples_of_a_prompt_of_one_token(pair: Pair) -> None:
-    """Would break: a crash where there is nothing to prefill before the last token."""
-    for more in (SAMPLE | {"num_return_sequences": 3}, {"num_beams": 3}, {}):
-        torch.manual_seed(4)
-        expected = stock_rows(pair.stock, [7], max_new_tokens=9, **more)
-        torch.manual_seed(4)
-        assert pair.engine.submit([7], max_new_tokens=9, **more).result(PATIENCE).sequences == expected
-    settle(pair)
-
-
-def test_refusals_while_others_run(make_pair: MakePair) -> None:
-    """Would break: one oversized prompt or repeated id after which all others get `None`."""
-    pair = make_pair(num_blocks=160)
-    with neighbours(pair):
-        running = pair.engine.submit(prompt(5), max_new_tokens=50, request_id="twice", **ENDLESS)
-        for _ in range(3):
-            with pytest.raises(ValueError, match="the pool has 160"):
-                pair.engine.submit(prompt(5, 700), max_new_tokens=5)
-            with pytest.raises(ValueError, match="the pool has 160"):
-                pair.paged.generate(prompt(5, 9), max_new_tokens=800)
-            if not running.is_done:
-                with pytest.raises(ValueError, match="'twice' is running already"):
-                    pair.engine.submit(prompt(5), max_new_tokens=5, request_id="twice")
-    assert running.result(PATIENCE).sequences == stock_rows(pair.stock, prompt(5), max_new_tokens=50, **ENDLESS)
-
-
 def test_a_large_pool_costs_nothing_until_it_is_used(make_pair: MakePair) -> None:
-    """Would break: gigabytes that are filled with zeros before the first token."""
     before = psutil.Process().memory_info().rss
     pair = make_pair(num_blocks=200_000, block_size=16)  # 1.6 GB
     with logged_messages() as messages:
@@ -629,38 +487,25 @@ def test_a_large_pool_costs_nothing_until_it_is_used(make_pair: MakePair) -> Non
     assert psutil.Process().memory_info().rss - before < 4e8
 
 
-# Whole processes
-
-
-def daemon(function: Callable[..., Any], *args: Any, is_daemon: bool = True, **kwargs: Any) -> None:
-    threading.Thread(target=function, args=args, kwargs=kwargs, daemon=is_daemon).start()
-
-
 def _patched(**settings: Any) -> tuple[Any, Any]:
     stock = build("llama")
     return stock, hf_paged.patch(copy.deepcopy(stock), **({"block_size": 4, "num_blocks": 256} | settings))
 
 
-def _busy(model: Any, is_daemon: bool = True, **given: Any) -> list[Any]:
-    """Calls and requests of all kinds, in flight."""
-    given = {"max_new_tokens": 240} | ENDLESS | given
-    for more in (*KINDS, {"logits_processor": [NextToken()]}, {"streamer": Recorder()}):
-        daemon(model.generate, prompt(1), is_daemon=is_daemon, **given, **more)
+def _busy(model: Any) -> list[Any]:
+    given = {"max_new_tokens": 240} | ENDLESS
+    for more in (*KINDS, {"logits_processor": [NextToken()]}, {"streamer": PutRecorder()}):
+        in_background(model.generate, prompt(1), **given, **more)
     requests = [model.paged.submit(prompt(seed), **given, **more) for seed, more in enumerate(KINDS)]
     requests.append(model.paged.submit(prompt(5), **given, logits_processor=[NextToken()]))
     eventually(lambda: model.paged.stats().num_steps > 10, "nothing runs")
     return requests
 
 
-def exit_with_daemon_threads() -> None:
-    _, model = _patched()
-    _KEPT.append((model, _busy(model)))
-
-
 def exit_with_slow_user_code() -> None:
     _, model = _patched()
-    daemon(model.generate, prompt(1), max_new_tokens=100, logits_processor=[Sleeper(0.02)], **ENDLESS)
-    daemon(model.generate, prompt(1), max_new_tokens=100, logits_processor=[Sleeper(30)], **ENDLESS)
+    for seconds in (0.02, 30):
+        in_background(model.generate, prompt(1), max_new_tokens=100, logits_processor=[Sleeper(seconds)], **ENDLESS)
     _KEPT.append((model, _busy(model)))
 
 
@@ -690,7 +535,7 @@ def exit_while_the_engine_is_freed() -> None:
     freed, woken = _Freed(), threading.Event()
     alive, begun, dropped = weakref.ref(freed), freed.begun, freed.dropped
     woken.set()
-    daemon(hf_paged.engine.worker._serve, alive, woken)
+    in_background(hf_paged.engine.worker._serve, alive, woken)
     begun.wait(5)
     del freed
     print("right" if alive() is not None else "wrong")
@@ -706,7 +551,7 @@ def exit_with_other_threads() -> None:
         print("right" if torch.equal(model.generate(prompt(1), max_new_tokens=30, **ENDLESS), expected) else "wrong")
 
     for _ in range(3):
-        daemon(work, is_daemon=False)
+        threading.Thread(target=work).start()
 
 
 def exit_with_handlers_that_generate() -> None:
@@ -792,14 +637,7 @@ def fork_with_requests_in_flight() -> None:
     given = {"max_new_tokens": 120} | ENDLESS
     kinds: list[dict[str, Any]] = [{}, {"num_beams": 2}, {"logits_processor": [NextToken()]}, {"num_beams": 2}]
     expected = [stock_rows(stock, prompt(seed), **given, **more) for seed, more in enumerate(kinds)]
-    results: dict[int, Any] = {}
-
-    def work(seed: int, more: dict[str, Any]) -> None:
-        results[seed] = stock_rows(model, prompt(seed), **given, **more)
-
-    threads = [threading.Thread(target=work, args=item) for item in enumerate(kinds)]
-    for thread in threads:
-        thread.start()
+    futures = [in_background(stock_rows, model, prompt(seed), **given, **more) for seed, more in enumerate(kinds)]
     requests = [model.paged.submit(prompt(seed), **given, **more) for seed, more in enumerate(kinds)]
     queued = [model.paged.submit(prompt(1), **given, num_beams=2) for _ in range(6)]
     eventually(lambda: model.paged.stats().num_steps > 10, "nothing runs")
@@ -823,9 +661,7 @@ def fork_with_requests_in_flight() -> None:
     quick = [stock_rows(stock, prompt(9), max_new_tokens=4, **more) for more in ({}, {"num_beams": 2})]
     for _ in range(3):
         in_child(check)
-    for thread in threads:
-        thread.join(30)
-    assert [results[seed] for seed in range(4)] == expected
+    assert [future.result(30) for future in futures] == expected
     assert [request.result(30).sequences for request in requests] == expected
     assert all(request.result(30).finish_reason == "length" for request in queued)
     stats = model.paged.stats()
@@ -849,17 +685,11 @@ def fork_in_the_midst_of_a_step() -> None:
 
     def check() -> None:
         may_go_on.set()
-        found: list[dict[str, Tensor]] = []
-        # A thread of the child's, which may well have the id of the parent's thread that was in the step.
-        threads = [threading.Thread(target=lambda: found.append(_gradients(model))) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(PATIENCE)
-        for gradients in (*found, _gradients(model)):
+        # A thread of the child's may well have the id of the parent's thread that was in the step.
+        for gradients in (*at_once(_gradients, [model] * 4), _gradients(model)):
             assert gradients.keys() == expected.keys(), set(expected) - set(gradients)
             assert all(torch.equal(gradients[name], expected[name]) for name in expected)
-        assert len(found) == 4 and model.config._attn_implementation == stock.config._attn_implementation
+        assert model.config._attn_implementation == stock.config._attn_implementation
         assert stock_rows(model, prompt(2), max_new_tokens=4) == stock_rows(stock, prompt(2), max_new_tokens=4)
 
     in_child(check)
@@ -884,7 +714,6 @@ _KEPT: list[Any] = []
 PROCESSES: dict[str, tuple[Callable[[], None], int]] = {
     process.__name__: (process, code)
     for process, code in (
-        (exit_with_daemon_threads, 0),
         (exit_with_slow_user_code, 0),
         (exit_while_the_engine_is_freed, 0),
         (exit_with_other_threads, 0),
@@ -900,7 +729,6 @@ PROCESSES: dict[str, tuple[Callable[[], None], int]] = {
 
 @pytest.fixture(scope="module")
 def processes() -> dict[str, Any]:
-    """How they ended."""
     return ends_of_processes(__file__)
 
 

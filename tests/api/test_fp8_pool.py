@@ -22,8 +22,6 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 class RoundingCache(DynamicCache):
-    """Stores the nearest 8-bit floats."""
-
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
@@ -79,7 +77,6 @@ def test_preemption_and_prefix_hits(preemption: str) -> None:
 
 
 def test_a_pool_of_half_the_size() -> None:
-    """Would break: the promise of the setting."""
     sizes = {}
     for kind in ("auto", "fp8_e4m3"):
         model = hf_paged.patch(build("llama").bfloat16(), kv_cache_dtype=kind, num_blocks=8)
@@ -88,14 +85,14 @@ def test_a_pool_of_half_the_size() -> None:
     assert sizes["auto"] == tuple(2 * size for size in sizes["fp8_e4m3"])
 
 
-def test_kernels_agree_with_plain_torch() -> None:
-    """Would break: e4m3 as the kernels write and read it."""
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("kind", DTYPES)
+def test_kernels_agree_with_plain_torch(kind: str, device: str) -> None:
     results = []
     for backend in ("triton", "torch"):
-        model = hf_paged.patch(
-            build("llama"), kv_cache_dtype="fp8_e4m3", attention_backend=backend, block_size=4, num_blocks=64
-        )
-        results.append(model.generate(random_ids(2, 9), max_new_tokens=5))
+        settings = {"kv_cache_dtype": kind, "attention_backend": backend, "block_size": 4, "num_blocks": 64}
+        model = hf_paged.patch(build("llama").to(device), **settings)
+        results.append(model.generate(random_ids(2, 9).to(device), max_new_tokens=5))
         assert model.paged.core.pool.attention.backend.name == backend
     assert torch.equal(*results)
 

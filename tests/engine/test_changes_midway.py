@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 
 import hf_paged
+from helpers.waiting import in_background
 from hf_paged import PagedCache
 
 peft = pytest.importorskip("peft")
@@ -225,20 +225,16 @@ SMALL = {"num_blocks": 24, "preemption": "swap"}
 LARGE = {"num_blocks": 512}
 
 
+SLOW = [pytest.mark.slow, pytest.mark.timeout(3000)]
+
+
 @pytest.mark.parametrize("settings", [SMALL, LARGE], ids=["small", "large"])
-def test_random_changes_leave_all_answers_as_stock_has_them(settings: dict[str, Any]) -> None:
-    check_random_changes(25, 1, settings)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-@pytest.mark.parametrize("settings", [SMALL, LARGE], ids=["small", "large"])
-@pytest.mark.parametrize("seed", range(2, 7))
-def test_a_thousand_random_changes(settings: dict[str, Any], seed: int) -> None:
-    check_random_changes(100, seed, settings)
-
-
-def check_random_changes(num_changes: int, seed: int, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("seed", "num_changes"), [(1, 25), *(pytest.param(seed, 100, marks=SLOW) for seed in range(2, 7))]
+)
+def test_random_changes_leave_all_answers_as_stock_has_them(
+    settings: dict[str, Any], seed: int, num_changes: int
+) -> None:
     run = Run(seed, **settings)
     run.run(num_changes)
     stats = run.engine.stats()
@@ -353,11 +349,6 @@ def test_a_change_within_a_step_counts_as_one_before_its_end(both: Both, is_take
         with torch.no_grad():
             both.model(torch.tensor([PROMPT]))
 
-    def on_thread(action: Callable[[], None]) -> None:
-        thread = threading.Thread(target=action)
-        thread.start()
-        thread.join(60)
-
     class Acting(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -365,7 +356,7 @@ def test_a_change_within_a_step_counts_as_one_before_its_end(both: Both, is_take
 
         def forward(self, x: Tensor) -> Tensor:
             while self.actions:
-                on_thread(self.actions.pop())
+                in_background(self.actions.pop()).result(60)
             return x
 
     first, second = Acting(), Acting()

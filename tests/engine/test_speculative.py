@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import threading
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,9 +14,7 @@ from torch import Tensor
 from transformers import (
     GPT2LMHeadModel,
     LogitsProcessorList,
-    MaxLengthCriteria,
     MinNewTokensLengthLogitsProcessor,
-    StoppingCriteriaList,
     TopPLogitsWarper,
 )
 from transformers.generation import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
@@ -24,30 +22,18 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 import hf_paged
 from helpers.models import PAD, VOCAB, build, name_of, ragged_batch, random_ids, tiny_lm, tiny_tokenizer
-from helpers.pairs import Pair, logged_messages
-from helpers.requests import settle
-from helpers.waiting import PATIENCE, join
-from hf_paged.api.drafting import draft_model_of
+from helpers.pairs import MakePair, Pair, logged_messages
+from helpers.requests import POOLS, settle
+from helpers.waiting import PATIENCE, at_once, in_background
 from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.engine.draft_budget import PAUSE, RowBudget
-from hf_paged.engine.prepared_call import PreparedCall
 from hf_paged.engine.sampled_run import CallRows, SampledRun
 from hf_paged.sampling.lookup import LookupRules, LookupSettings, PromptLookup
 from hf_paged.sampling.random import NoiseAhead, SamplingNoise, StepNoise
 
-MakePair = Callable[..., Pair]
-
 LOOKUP = {"prompt_lookup_num_tokens": 3}
 SOME_EOS = list(range(2, 14))
 REPEATS = {"repetition_penalty": 0.6}  # text that repeats itself: drafts are right
-POOLS: dict[str, dict[str, Any]] = {
-    "roomy": {},
-    "recompute": {"num_blocks": 26, "block_size": 4, "preemption": "recompute", "enable_prefix_caching": False},
-    "swap": {"num_blocks": 26, "block_size": 4, "preemption": "swap", "swap_space_gib": 0.01},
-    "few_rows": {"max_num_seqs": 3},
-    "few_tokens": {"max_num_batched_tokens": 5, "use_async_batching": True},
-    "blocks_of_1": {"block_size": 1, "num_blocks": 600},
-}
 
 
 @pytest.fixture
@@ -80,12 +66,10 @@ def any_budget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def repeating(length: int, seed: int = 0) -> Tensor:
-    """A prompt with much to look up."""
     return random_ids(1, 5, seed=seed).repeat(1, -(-length // 5))[:, :length]
 
 
 def draft_model(model: Any = None) -> Any:
-    """A patched copy of a model, or another one, for few drafts."""
     draft = hf_paged.patch(copy.deepcopy(model) if model is not None else build("llama", layers=1, seed=9))
     draft.generation_config.num_assistant_tokens = 4
     return draft
@@ -270,19 +254,6 @@ def test_requests(pair: Pair, arguments: dict[str, Any]) -> None:
     settle(pair)
 
 
-def test_cancelled_requests(pair: Pair) -> None:
-    """Would break: blocks of drafts that were on their way when their row ended."""
-    requests = [
-        pair.engine.submit(repeating(14, seed=seed)[0], max_new_tokens=200, eos_token_id=None, **LOOKUP)
-        for seed in range(4)
-    ]
-    for request in requests:
-        next(iter(request))
-        request.cancel()
-    assert {request.result().finish_reason for request in requests} == {"cancelled"}
-    settle(pair)
-
-
 def test_a_model_of_few_positions(make_pair: MakePair) -> None:
     """Would break: a draft at a position that the model's table doesn't have, which stock tries."""
     pair = make_pair("gpt2", num_blocks=400)
@@ -295,7 +266,6 @@ def test_a_model_of_few_positions(make_pair: MakePair) -> None:
 
 @pytest.mark.parametrize("arguments", [{"prompt_lookup_num_tokens": 0}, {**LOOKUP, "max_matching_ngram_size": -1}])
 def test_settings_that_are_none(pair: Pair, arguments: dict[str, int]) -> None:
-    """Would break: stock's words about them, for a batch as for one prompt."""
     for rows in (1, 2):
         with pytest.raises(ValueError, match="Invalid max_matching_ngram_size or num_output_tokens"):
             pair.paged.generate(random_ids(rows, 5), max_new_tokens=5, **arguments)
@@ -305,7 +275,6 @@ def test_settings_that_are_none(pair: Pair, arguments: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("kind", ["the_same", "another", "one_that_fails"])
 def test_a_draft_model(make_pair: MakePair, speculated: list[SampledRun], kind: str) -> None:
-    """Would break: drafts of one row for another, a draft model's error that hangs its caller, blocks left in pools."""
     pair = make_pair()
     draft = draft_model(pair.stock if kind == "the_same" else None)
     given = ragged_batch((21, 14, 9, 2)) | {"max_new_tokens": 30, "pad_token_id": PAD, "eos_token_id": SOME_EOS}
@@ -337,18 +306,8 @@ def test_draft_models_of_two_models(make_pair: MakePair) -> None:
     draft = hf_paged.patch(build("llama", layers=1, seed=9), block_size=2)
     given = ragged_batch((11, 7, 2)) | {"max_new_tokens": 12, "pad_token_id": PAD}
     expected = [model.generate(**given).tolist() for model in (pair.stock, draft)]
-    found: list[tuple[int, Any]] = []
-
-    def work(index: int) -> None:
-        more = {"assistant_model": draft} if index % 2 == 0 else {}
-        model = draft if index % 2 else pair.paged
-        found.append((index % 2, model.generate(**given, **more).tolist()))
-
-    threads = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(6)]
-    for thread in threads:
-        thread.start()
-    join(*threads, seconds=3 * PATIENCE)
-    assert len(found) == 6 and all(tokens == expected[index] for index, tokens in found)
+    calls = [partial(pair.paged.generate, assistant_model=draft), draft.generate] * 3
+    assert at_once(lambda call: call(**given).tolist(), calls, seconds=3 * PATIENCE) == expected * 3
 
 
 @pytest.mark.parametrize("is_drawn", [False, True])
@@ -393,47 +352,19 @@ def test_models_that_assist_each_other_at_the_same_moment(pair: Pair) -> None:
     models = pair.paged, hf_paged.patch(build("llama", layers=1, seed=9))
     given = ragged_batch((11, 7, 2)) | {"max_new_tokens": 40, "pad_token_id": PAD, "eos_token_id": None}
     for _ in range(6):
-        barrier, errors = threading.Barrier(2), []
+        barrier = threading.Barrier(2)
 
         def ask(model: Any, other: Any) -> None:
             barrier.wait()  # noqa: B023
-            try:
-                model.generate(**given, assistant_model=other)
-            except UnsupportedCallError as error:
-                errors.append(error)  # noqa: B023
+            model.generate(**given, assistant_model=other)
 
-        threads = [threading.Thread(target=ask, args=both, daemon=True) for both in (models, models[::-1])]
-        for thread in threads:
-            thread.start()
-        join(*threads)
-        assert len(errors) < 2 and all("is itself assisted" in str(error) for error in errors)
+        futures = [in_background(ask, *both) for both in (models, models[::-1])]
+        errors = [error for future in futures if (error := future.exception(PATIENCE)) is not None]
+        assert len(errors) < 2
+        assert all(isinstance(e, UnsupportedCallError) and "is itself assisted" in str(e) for e in errors)
     for model in models:
         model.paged.check_invariants()
         assert model.paged.generate([[5, 6, 7]], max_new_tokens=2), "it waits for ever"
-
-
-def test_models_that_assist_each_other(pair: Pair) -> None:
-    """Would break: two loops each of which waits for the other's steps."""
-    other = hf_paged.patch(build("llama", layers=1, seed=9), block_size=2)
-    given = ragged_batch((11, 7, 2)) | {"max_new_tokens": 200, "pad_token_id": PAD, "eos_token_id": None}
-    errors: list[Exception] = []
-
-    @hf_paged.packed_hook
-    def ask(*_: Any) -> None:
-        if not errors:
-            try:
-                draft_model_of(other, call)
-            except UnsupportedCallError as error:
-                errors.append(error)
-
-    config = copy.deepcopy(other.generation_config)
-    config.update(max_length=99, prompt_lookup_num_tokens=None)
-    criteria = StoppingCriteriaList([MaxLengthCriteria(99)])
-    given_too, ids = {"assistant_model": pair.paged}, given["input_ids"]
-    call = PreparedCall(ids, LogitsProcessorList(), criteria, config, given_too, "_assisted_decoding")
-    other.model.layers[0].register_forward_pre_hook(ask)
-    pair.paged.generate(**given | {"max_new_tokens": 6}, assistant_model=other)
-    assert errors and "is itself assisted" in str(errors[0])
 
 
 def simulate(budget: RowBudget, right: float, rows: int, num_tokens: int = 0) -> tuple[float, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,10 +13,9 @@ from transformers import AutoModelForCausalLM
 
 import hf_paged
 from helpers.models import build, random_ids
-from helpers.pairs import Pair
+from helpers.pairs import MakePair
 from hf_paged.attention.metadata import AttentionMetadata
 
-MakePair = Callable[..., Pair]
 CHUNK = 12  # of the table's Llama 4
 NULL = 99
 

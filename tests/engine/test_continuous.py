@@ -689,8 +689,9 @@ def test_a_call_gives_its_blocks_back_before_it_counts_as_gone(
     assert found.token_ids == pair.stock.generate(prompt, **length)[0, 10:].tolist()
 
 
-def check_at_random(make_pair: MakePair, seed: int) -> None:
-    """A random mix of calls and settings, with users who leave."""
+@pytest.mark.parametrize("seed", [*range(15), *(pytest.param(n, marks=pytest.mark.slow) for n in range(1000, 1400))])
+def test_random_mixes(make_pair: MakePair, seed: int) -> None:
+    """Would break: a combination of calls, settings and users who leave that was not thought of."""
     choose = random.Random(seed)
     block_size = choose.choice([1, 2, 3, 4, 8, 16])
     settings = {
@@ -713,16 +714,3 @@ def check_at_random(make_pair: MakePair, seed: int) -> None:
         raise AssertionError(f"seed {seed}: {names} and {list(others)} with {settings}") from error
     wait_until_idle(pair)
     pair.assert_all_free()
-
-
-@pytest.mark.parametrize("seed", range(15))
-def test_random_mixes(make_pair: MakePair, seed: int) -> None:
-    check_at_random(make_pair, seed)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("first", range(1000, 1400, 20))
-def test_many_more_random_mixes(make_pair: MakePair, first: int) -> None:
-    for seed in range(first, first + 20):
-        check_at_random(make_pair, seed)

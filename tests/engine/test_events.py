@@ -36,7 +36,6 @@ class Formula(LogitsProcessor):
 
 
 def test_events_of_several_sequences(pair: Pair) -> None:
-    """Would break: tokens of the first sample only, or given to another one."""
     ids = random_ids(1, 9)
     request = pair.engine.submit(ids, **SAMPLES, seed=3)
     rows: list[list[int]] = [[], [], []]

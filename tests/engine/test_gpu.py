@@ -73,7 +73,6 @@ def test_pool_is_sized_from_free_memory() -> None:
 
 @pytest.mark.own_process
 def test_pool_leaves_room_for_a_step() -> None:
-    """Breaks if `memory_fraction=1` takes what a full step's own tensors need."""
     model = hf_paged.patch(build("llama").to("cuda"), memory_fraction=1.0, block_size=4)
     measured = StepMemory(model.paged.core.bound, model.paged.config).activation_bytes(2048)
     assert 0 < measured < 2**30
@@ -84,7 +83,6 @@ def test_pool_leaves_room_for_a_step() -> None:
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_requests_under_pressure(preemption: str) -> None:
-    """Breaks if blocks swapped through pinned memory, or rows of many requests, come back as others."""
     stock = build("llama").to("cuda")
     paged = hf_paged.patch(copy.deepcopy(stock), block_size=4, num_blocks=40, preemption=preemption)
     prompts = [random_ids(1, 5 + number, seed=number)[0].tolist() for number in range(16)]
@@ -100,7 +98,6 @@ def test_requests_under_pressure(preemption: str) -> None:
 
 
 def test_threads_share_steps() -> None:
-    """Breaks if a caller's stream or device is not the worker's."""
     stock = build("llama").to("cuda")
     paged = hf_paged.patch(copy.deepcopy(stock), num_blocks=256)
     ids = [random_ids(1, 9, seed=number).to("cuda") for number in range(8)]

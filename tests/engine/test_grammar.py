@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -15,11 +14,9 @@ from transformers import LogitsProcessor
 
 import hf_paged
 from helpers.models import tiny_lm, tiny_tokenizer
-from helpers.pairs import Pair
+from helpers.pairs import MakePair, Pair
 from helpers.requests import settle
 from helpers.waiting import PATIENCE
-
-MakePair = Callable[..., Pair]
 
 PATTERNS = ["[a-z]{3}[0-9]{2}", "(yes|no|maybe)", "[A-Z][a-z]+, [A-Z][a-z]+\\.", "[0-9]{1,20}"]
 
@@ -29,9 +26,9 @@ def compiler() -> hf_paged.GrammarCompiler:
     return hf_paged.GrammarCompiler(tiny_tokenizer(), 2048, [2])
 
 
-@pytest.fixture(scope="module")
-def lm() -> Pair:
-    return Pair(tiny_lm(), num_blocks=64)
+@pytest.fixture(params=[False, True], ids=["in_turn", "overlapping"])
+def lm(request: pytest.FixtureRequest, make_pair: MakePair) -> Pair:
+    return make_pair(tiny_lm(), num_blocks=64, block_size=16, use_async_batching=request.param)
 
 
 class Follows(LogitsProcessor):
@@ -76,19 +73,12 @@ def test_rows_of_different_grammars(lm: Pair, arguments: dict[str, Any]) -> None
             assert tokens == row[: len(tokens)] and set(row[len(tokens) :]) <= {0, 2}
             if pattern is not None and reason != "length":
                 assert re.fullmatch(pattern, text_of(tokens)), text_of(tokens)
-    settle_lm(lm)
-
-
-def settle_lm(pair: Pair) -> None:
-    stats = pair.engine.stats()
-    assert stats.num_free_blocks == stats.num_blocks and stats.num_waiting == 0
-    pair.engine.check_invariants()
 
 
 @pytest.mark.parametrize("settings", [{"preemption": "recompute"}, {"preemption": "swap"}], ids=str)
-def test_preempted(settings: dict[str, Any]) -> None:
+def test_preempted(make_pair: MakePair, settings: dict[str, Any]) -> None:
     """Would break: a matcher that takes the tokens of a recomputation for new ones."""
-    pair = Pair(tiny_lm(), num_blocks=10, block_size=4, **settings)
+    pair = make_pair(tiny_lm(), num_blocks=10, **settings)
     schema = {"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 4}
     grammar = compiler().json_schema(schema)
     pair.engine.pause()  # they begin together
@@ -106,19 +96,6 @@ def test_preempted(settings: dict[str, Any]) -> None:
     for output in found:
         if output.finish_reason != "length":
             assert len(json.loads(text_of(output.token_ids))) in (3, 4)
-    settle_lm(pair)
-
-
-def test_steps_that_overlap() -> None:
-    """Would break: a mask for a token that isn't known yet."""
-    pair = Pair(tiny_lm(), num_blocks=64, use_async_batching=True)
-    outputs = [
-        pair.engine.submit([5, 6, 7], max_new_tokens=24, grammar=compiler().regex(pattern)).result(PATIENCE)
-        for pattern in PATTERNS
-    ]
-    for pattern, output in zip(PATTERNS, outputs):
-        assert output.finish_reason == "length" or re.fullmatch(pattern, text_of(output.token_ids))
-    settle_lm(pair)
 
 
 def test_raw_logprobs_are_the_models_own(lm: Pair) -> None:

@@ -12,13 +12,10 @@ from torch import Tensor
 
 import hf_paged
 from helpers.models import ragged_batch, random_ids
-from helpers.pairs import Pair
+from helpers.pairs import MakePair
 from helpers.requests import ENDLESS, settle
 from helpers.waiting import PATIENCE
 from hf_paged import PagedCache
-
-MakePair = Callable[..., Pair]
-
 
 IDS = random_ids(1, 7, seed=7)
 PROMPT = IDS[0].tolist()
@@ -75,7 +72,6 @@ def test_an_inner_hook_is_refused_another_step(make_pair: MakePair, layout: str,
 
 
 def test_a_hook_of_another_model_is_not_inside(make_pair: MakePair) -> None:
-    """Would break: "inside a step" told by the thread alone."""
     outer, inner = make_pair(), make_pair("gpt2")
     found: list[Tensor] = []
     hook = hf_paged.packed_hook(lambda *_: found.append(inner.paged.generate(IDS, **GIVEN)))

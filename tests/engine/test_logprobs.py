@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import hf_paged
-from helpers.models import build
-from helpers.pairs import Pair
+from helpers.pairs import MakePair, Pair
 from helpers.requests import ENDLESS, SAMPLE, prompt, settle
 from helpers.state_models import STATE_MODELS, build_state_model
 from helpers.user_code import NextToken
 from helpers.waiting import PATIENCE
-
-MakePair = Callable[..., Pair]
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -40,8 +36,9 @@ def check(said: list[hf_paged.TokenLogprobs], tokens: list[int], expected: torch
 
 @pytest.mark.parametrize("num_top", [0, 4])
 @pytest.mark.parametrize("mode", MODES)
-def test_raw(pair: Pair, mode: str, num_top: int) -> None:
-    """Would break: log-probabilities of another token, of another beam's path, or behind processors."""
+def test_raw(pair: Pair, monkeypatch: pytest.MonkeyPatch, mode: str, num_top: int) -> None:
+    """Would break: log-probabilities of another token, of another beam's path, behind processors, or of a slice."""
+    monkeypatch.setattr(hf_paged.engine.scoring, "SLICE", 4)
     given = {"max_new_tokens": 9} | ENDLESS | MODES[mode]
     torch.manual_seed(3)
     expected = pair.stock.generate(prompt(5), **given)[:, prompt(5).shape[1] :].tolist()
@@ -68,7 +65,6 @@ def test_processed(pair: Pair) -> None:
 
 
 def test_beside_others(make_pair: MakePair) -> None:
-    """Would break: requests that ask for different things and meet in a step, or are preempted."""
     pair = make_pair(num_blocks=24)
     pair.engine.pause()  # they begin together
     requests = [
@@ -89,20 +85,6 @@ def test_beside_others(make_pair: MakePair) -> None:
     settle(pair)
 
 
-def test_of_a_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would break: an edge between slices of logits."""
-    monkeypatch.setattr(hf_paged.engine.scoring, "SLICE", 4)
-    stock = build("llama")
-    model = hf_paged.patch(build("llama"), block_size=4, num_blocks=64)
-    ids = prompt(7, 30)
-    expected = stock(ids).logits.detach()[0].log_softmax(-1)
-    for num_prompt, num_tokens in ((1, 1), (1, 4), (5, 9), (12, 18)):
-        tokens = ids[0, num_prompt : num_prompt + num_tokens].tolist()
-        said = hf_paged.engine.scoring.token_logprobs(model, ids[0, : num_prompt + num_tokens].tolist(), num_prompt, 2)
-        check(said, tokens, expected[num_prompt - 1 : num_prompt + num_tokens - 1], 2)
-    assert model.paged.stats().num_free_blocks == 64
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -118,9 +100,6 @@ def test_refused(pair: Pair, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pair.engine.submit(prompt(5), **({"max_new_tokens": 3} | arguments))
     settle(pair)
-
-
-# Of prompts
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma2", "falcon_alibi", "lfm2", "mamba2"])

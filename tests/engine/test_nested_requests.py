@@ -11,12 +11,11 @@ import torch
 
 import hf_paged
 from helpers.models import build, random_ids
-from helpers.pairs import Pair
+from helpers.pairs import MakePair
 from helpers.requests import ENDLESS, settle, stock_rows
 from helpers.user_code import Asker
 from helpers.waiting import PATIENCE
 
-MakePair = Callable[..., Pair]
 INNER = random_ids(1, 6, seed=3)[0].tolist()
 PLAIN: dict[str, Any] = {"max_new_tokens": 3} | ENDLESS
 BEAMS: dict[str, Any] = PLAIN | {"num_beams": 2}

@@ -50,7 +50,6 @@ def prompts() -> tuple[list[int], list[list[int]]]:
 
 
 def answers(engine: hf_paged.Engine, ids: list[list[int]]) -> list[list[int]]:
-    """Tokens of requests one after another."""
     return [engine.submit(own, **GREEDY).result(PATIENCE).token_ids for own in ids]
 
 

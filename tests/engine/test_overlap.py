@@ -545,13 +545,8 @@ def test_calls_with_parameters_of_their_own_on_a_gpu() -> None:
     """Bit for bit what each call's own processors compute there, where a number divides by its reciprocal."""
     model, stock = patch(device="cuda", num_blocks=512), build("llama").cuda()
     settings = [
-        {
-            "temperature": 0.3 + i / 7,
-            "top_k": 3 + i,
-            "top_p": 0.5 + i / 40,
-            "min_p": i / 90,
-            "repetition_penalty": 1 + i / 9,
-        }
+        {"temperature": 0.3 + i / 7, "top_k": 3 + i, "top_p": 0.5 + i / 40}
+        | {"min_p": i / 90, "repetition_penalty": 1 + i / 9}
         for i in range(16)
     ]
     prompts = [random_ids(1, 3 + i, seed=i).cuda() for i in range(16)]

@@ -16,29 +16,16 @@ import torch
 import hf_paged
 from helpers.event_ledger import Ledger
 from helpers.models import build, name_of, random_ids
-from helpers.pairs import Pair
+from helpers.pairs import MakePair, Pair
 from helpers.requests import ENDLESS, SAMPLE, settle, stock_rows
-from helpers.waiting import PATIENCE, eventually
+from helpers.waiting import PATIENCE, eventually, in_background
 from hf_paged import PagedCache
 from hf_paged.core.event_log import NUM_CHUNKS, NUM_EVENTS, EventLog, as_dicts
 
-MakePair = Callable[..., Pair]
-
-
 COMMON = {"id", "time", "step", "kind"}
 FIELDS = {
-    "step": {
-        "num_seqs",
-        "num_tokens",
-        "num_decode",
-        "num_prefill_tokens",
-        "seconds",
-        "chunks",
-        "num_waiting",
-        "num_swapped",
-        "is_stalled",
-        "num_free_blocks",
-    },
+    "step": {"num_seqs", "num_tokens", "num_decode", "num_prefill_tokens", "seconds", "chunks"}
+    | {"num_waiting", "num_swapped", "is_stalled", "num_free_blocks"},
     "admitted": {"num_sequences", "num_tokens"},
     "allocated": {"blocks"},
     "shared": {"blocks", "parent"},
@@ -56,9 +43,6 @@ FIELDS = {
 
 def of_kind(pair: Pair, kind: str, since: int = 0) -> list[dict[str, Any]]:
     return [event for event in pair.engine.snapshot(since)["events"] if event["kind"] == kind]
-
-
-# The picture
 
 
 def test_the_picture_names_everything(make_pair: MakePair) -> None:
@@ -154,26 +138,6 @@ def test_a_picture_outlives_the_model() -> None:
     assert picture["num_blocks"] == len(picture["blocks"]) == 16 and picture["bytes_per_block"] == 0
 
 
-# Events
-
-
-def test_every_kind_has_its_fields(make_pair: MakePair) -> None:
-    """Would break: a reader of an event finds no such field."""
-    pair = make_pair(num_blocks=24, block_size=4, preemption="swap")
-    seen: dict[str, set[str]] = {}
-    busy_run(pair, lambda: None)
-    for event in pair.engine.snapshot()["events"]:
-        assert set(event) >= COMMON
-        seen[event["kind"]] = set(event) - COMMON - {"group", "sequence", "request_id"}
-    assert seen == {kind: fields for kind, fields in FIELDS.items() if kind in seen}
-    assert set(FIELDS) - set(seen) <= {"undone", "evicted"}
-    for event in pair.engine.snapshot()["events"]:
-        if event["kind"] not in ("step", "evicted", "undone"):
-            assert "group" in event
-        if event["kind"] in ("allocated", "shared", "prefix_hit", "copied", "freed"):
-            assert "sequence" in event
-
-
 PROMPTS = [random_ids(1, 11, seed=seed) for seed in range(3)]
 BUSY: list[tuple[int, dict[str, Any]]] = [
     (0, {"max_new_tokens": 20}),
@@ -211,11 +175,16 @@ def busy_run(pair: Pair, look: Callable[[], None]) -> None:
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 @pytest.mark.parametrize("num_blocks", [16, 24, 256])
 def test_events_add_up_to_the_ref_counts(make_pair: MakePair, num_blocks: int, preemption: str) -> None:
-    """Would break: a block that is taken, shared or given back without an event, or an event of what never was."""
+    """Would break: a block taken, shared or given back without an event, an event of what never was, or a field."""
     pair = make_pair(num_blocks=num_blocks, block_size=4, preemption=preemption)
     ledger = Ledger()
     busy_run(pair, lambda: ledger.check(pair.engine.snapshot()))
     assert not +ledger.counts
+    for event in pair.engine.snapshot()["events"]:
+        kind = event["kind"]
+        assert set(event) - {"group", "sequence", "request_id"} == COMMON | FIELDS[kind]
+        assert "group" in event or kind in ("step", "evicted", "undone")
+        assert "sequence" in event or kind not in ("allocated", "shared", "prefix_hit", "copied", "freed")
     expected = {"step", "admitted", "allocated", "shared", "prefix_hit", "copied", "freed", "finished"}
     if num_blocks < 256:
         expected |= {"preempted", preemption} | ({"swapped_out", "swapped_in"} if preemption == "swap" else set())
@@ -232,33 +201,22 @@ def test_events_add_up_while_all_run(make_pair: MakePair, preemption: str) -> No
     """Would break: a picture taken in the midst of a step, whose events and ref counts are of two moments."""
     pair = make_pair(num_blocks=24, block_size=4, preemption=preemption)
     ledger, is_over = Ledger(), threading.Event()
-    errors: list[BaseException] = []
 
     def watch() -> None:
-        try:
-            while not is_over.wait(0.001):
-                ledger.check(pair.engine.snapshot(ledger.last_id))
-        except BaseException as error:
-            errors.append(error)
+        while not is_over.wait(0.001):
+            ledger.check(pair.engine.snapshot(ledger.last_id))
 
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
+    watcher = in_background(watch)
     try:
         for _ in range(3):
             requests = [pair.engine.submit(PROMPTS[n], **ENDLESS, **mode) for n, mode in BUSY]
             requests[4].cancel()
-            threads = [
-                threading.Thread(target=pair.paged.generate, args=(PROMPTS[n],), kwargs=ENDLESS | mode, daemon=True)
-                for n, mode in BUSY[:3]
-            ]
-            for thread in threads:
-                thread.start()
-            for waiting in (*requests, *threads):
-                waiting.result(PATIENCE) if hasattr(waiting, "result") else waiting.join(PATIENCE)
+            futures = [in_background(pair.paged.generate, PROMPTS[n], **ENDLESS, **mode) for n, mode in BUSY[:3]]
+            for waiting in (*requests, *futures):
+                waiting.result(PATIENCE)
     finally:
         is_over.set()
-        watcher.join(PATIENCE)
-    assert not errors, errors
+    watcher.result(PATIENCE)
     settle(pair)
     ledger.check(pair.engine.snapshot(ledger.last_id))
     assert not +ledger.counts and ledger.kinds["preempted"] > 0
@@ -326,7 +284,6 @@ def test_a_refused_prompt_leaves_no_events(make_pair: MakePair) -> None:
 
 
 def test_a_step_that_failed_is_undone_in_the_events(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would break: events that claim blocks of a step that never was."""
     ledger, runner = Ledger(), pair.engine.core.runner
     run = runner.run
     pair.engine.submit(random_ids(1, 3), max_new_tokens=1).result(PATIENCE)
@@ -357,7 +314,6 @@ def test_a_step_that_failed_is_undone_in_the_events(pair: Pair, monkeypatch: pyt
 
 @pytest.mark.parametrize("mode", [{}, {"num_return_sequences": 2} | SAMPLE, {"num_beams": 2}], ids=name_of)
 def test_why_a_request_finished(pair: Pair, mode: dict[str, Any]) -> None:
-    """Would break: a log that shows a cancelled request as one that was served."""
     done = pair.engine.submit(random_ids(1, 6), max_new_tokens=3, request_id="done", **ENDLESS, **mode)
     done.result(PATIENCE)
     pair.engine.pause()
@@ -371,11 +327,7 @@ def test_why_a_request_finished(pair: Pair, mode: dict[str, Any]) -> None:
     pair.engine.resume()
 
 
-# The log
-
-
 def test_only_newer_events_on_request(pair: Pair) -> None:
-    """Would break: a caller that looks four times a second is sent everything each time."""
     pair.engine.submit(random_ids(1, 6), max_new_tokens=4, **ENDLESS).result(PATIENCE)
     eventually(lambda: bool(of_kind(pair, "finished")), "the end is not noted")
     events = pair.engine.snapshot()["events"]
@@ -390,7 +342,6 @@ def test_only_newer_events_on_request(pair: Pair) -> None:
 
 
 def test_the_log_is_bounded() -> None:
-    """Would break: a server that runs for weeks."""
     log = EventLog()
     for n in range(NUM_EVENTS + 500):
         log.add("allocated", 1, [n])
@@ -408,7 +359,6 @@ def test_the_log_is_bounded() -> None:
 
 
 def test_a_picture_is_its_owners(pair: Pair) -> None:
-    """Would break: a caller that draws a picture and changes it changes what the next one finds."""
     pair.engine.submit(random_ids(1, 6), max_new_tokens=4, **ENDLESS).result(PATIENCE)
     eventually(lambda: bool(of_kind(pair, "finished")), "the end is not noted")
     first = pair.engine.snapshot()

@@ -90,20 +90,6 @@ def test_graphs_that_there_cannot_be(model: Callable[[], Any], reason: str) -> N
         patched.paged.warm_up()
 
 
-def test_inside_a_step() -> None:
-    model = hf_paged.patch(build("llama"), **SMALL)
-    raised: list[str] = []
-
-    def hook(*args: Any) -> None:
-        with pytest.raises(RuntimeError, match="inside a step") as error:
-            model.paged.warm_up()
-        raised.append(str(error.value))
-
-    model.model.norm.register_forward_hook(hf_paged.packed_hook(hook))
-    model.generate(random_ids(1, 5), max_new_tokens=2)
-    assert raised
-
-
 @pytest.mark.parametrize(
     ("longest", "max_tokens", "max_rows"), [(1, 1, 1), (7, 3, 9), (4096, 2048, 256), (100, 999, 2)]
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +11,8 @@ import torch
 
 import hf_paged
 from helpers.models import MODELS, build, decoder_layers, random_ids
-from helpers.pairs import Pair, new_cache
+from helpers.pairs import MakePair, Pair, new_cache
 from hf_paged.api import probe
-
-MakePair = Callable[..., Pair]
 
 CHUNKED = ["llama4"]  # whose blocks must divide a chunk
 SLIDING = [name for name in MODELS if name not in CHUNKED and any(hf_paged.is_supported(build(name)).windows)]
@@ -23,12 +20,10 @@ every_model = pytest.mark.parametrize("name", SLIDING)
 
 
 def windows(pair: Pair) -> tuple[int | None, ...]:
-    """The window of each group of layers."""
     return pair.engine.core.kv_cache.groups.windows
 
 
 def held(pair: Pair) -> list[list[int]]:
-    """How many blocks each live sequence holds in each group."""
     groups = pair.engine.snapshot()["groups"]
     tables = [sequence["block_tables"] for group in groups for sequence in group["sequences"]]
     return [[sum(block >= 0 for block in table) for table in own] for own in tables]
@@ -106,7 +101,6 @@ def test_what_fits_a_pool() -> None:
     ids=str,
 )
 def test_preempted_rows(make_pair: MakePair, name: str, preemption: str, arguments: dict[str, Any]) -> None:
-    """Would break: windows of rows that come back, and of samples and beams that shared them."""
     settings: dict[str, Any] = {"block_size": 2, "max_num_batched_tokens": 6, "preemption": preemption}
     num_blocks = make_pair(name, **settings).engine.core.manager.most_blocks(25, 6) + 6
     pair = make_pair(name, num_blocks=num_blocks, **settings)
@@ -145,13 +139,8 @@ def test_a_patched_assistant(make_pair: MakePair, name: str, do_sample: bool) ->
     """Would break: a draft model whose windows are given back before its wrong drafts are taken back."""
     helper, pair = build(name, seed=50), make_pair(name)
     assistants = {id(pair.stock): copy.deepcopy(helper), id(pair.paged): hf_paged.patch(helper, block_size=4)}
-    pair.generate(
-        make=lambda model: {"assistant_model": assistants[id(model)]},
-        input_ids=random_ids(1, 12),
-        max_new_tokens=20,
-        eos_token_id=None,
-        do_sample=do_sample,
-    )
+    given = {"input_ids": random_ids(1, 12), "max_new_tokens": 20, "eos_token_id": None, "do_sample": do_sample}
+    pair.generate(make=lambda model: {"assistant_model": assistants[id(model)]}, **given)
     helper.paged.check_invariants()
     stats = helper.paged.stats()
     assert stats.num_generated_tokens > 0 and stats.num_free_blocks == stats.num_blocks
@@ -182,7 +171,6 @@ def test_crop(make_pair: MakePair, name: str) -> None:
 
 
 def test_a_short_crop_needs_no_recording(make_pair: MakePair) -> None:
-    """Would break: what blocks still hold, thrown away or refused."""
     pair, ids = make_pair("mistral", block_size=8), random_ids(1, 20)
     with torch.no_grad():
         cache = new_cache(pair.paged)
@@ -199,7 +187,6 @@ def test_a_short_crop_needs_no_recording(make_pair: MakePair) -> None:
     "arguments", [{"output_hidden_states": True, "return_dict_in_generate": True}, {"embeds": True}], ids=str
 )
 def test_tokens_that_cannot_be_computed_again(make_pair: MakePair, name: str, arguments: dict[str, Any]) -> None:
-    """Would break: forwards in the caller's padded shape, and prompts of embeddings, over windows."""
     given, ids = dict(arguments), random_ids(2, 13)
     # Its last layer's hidden states differ in float32, by processor, by as much as a fault could make of them.
     dtype = torch.float64 if name == "gemma4" and "output_hidden_states" in given else torch.float32
@@ -241,9 +228,6 @@ def test_a_failed_forward_takes_back_what_it_can(
         torch.testing.assert_close(found, pair.stock(ids[:, :16]).logits[:, 12:], rtol=1e-4, atol=1e-4)
 
 
-# Which layers have a window
-
-
 def test_the_config_alone_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would break: keys given back that are still seen, in a layer that doesn't do what the config says."""
     monkeypatch.setattr(
@@ -267,7 +251,6 @@ def test_bytes_of_a_token() -> None:
 
 
 def test_a_window_that_grows_after_patch_is_refused(make_pair: MakePair) -> None:
-    """Would break: attention over keys that were given back, in silence."""
     pair, ids = make_pair("mistral"), random_ids(1, 9)
     pair.generate(input_ids=ids, max_new_tokens=4)
     pair.engine.reset_prefix_cache()

@@ -29,6 +29,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -128,18 +129,6 @@ def _generate(bench: Bench, mode: int = 0) -> Iterator[Callable[[], Any]]:
     yield lambda: bench.expect(bench.generate(**bench.modes[mode]), mode)
 
 
-def _generate_beams(bench: Bench) -> AbstractContextManager[Callable[[], Any]]:
-    return _generate(bench, mode=1)
-
-
-def _generate_alone(bench: Bench) -> AbstractContextManager[Callable[[], Any]]:
-    return _generate(bench)
-
-
-def _generate_beams_alone(bench: Bench) -> AbstractContextManager[Callable[[], Any]]:
-    return _generate(bench, mode=1)
-
-
 @contextmanager
 def _generate_hidden_states(bench: Bench) -> Iterator[Callable[[], Any]]:
     # The model's own padded forward over gathered keys.
@@ -218,9 +207,9 @@ def _unpatch(bench: Bench) -> Iterator[Callable[[], Any]]:
 Call = Callable[[Bench], AbstractContextManager[Callable[[], Any]]]
 CALLS: dict[str, Call] = {
     "generate": _generate,
-    "generate (beams)": _generate_beams,
-    "generate (alone)": _generate_alone,  # then the calling thread runs the steps
-    "generate (beams, alone)": _generate_beams_alone,
+    "generate (beams)": partial(_generate, mode=1),
+    "generate (alone)": _generate,  # then the calling thread runs the steps
+    "generate (beams, alone)": partial(_generate, mode=1),
     "generate (hidden states)": _generate_hidden_states,
     "submit": _submit,
     "cancel": _cancel,
@@ -233,9 +222,10 @@ CALLS: dict[str, Call] = {
 
 
 @contextmanager
-def beside_another(bench: Bench, call: Call) -> Iterator[Callable[[], Any]]:
+def beside_another(bench: Bench, name: str) -> Iterator[Callable[[], Any]]:
     """The call while another request runs, which gets the same tokens (unless `unpatch` ends it)."""
-    if call in (_generate_alone, _generate_beams_alone):
+    call = CALLS[name]
+    if "alone" in name:
         with call(bench) as run:
             yield run
         return
@@ -245,10 +235,10 @@ def beside_another(bench: Bench, call: Call) -> Iterator[Callable[[], Any]]:
     try:
         output = request.result()
     except RuntimeError as error:
-        if call is _unpatch and "unpatched" in str(error):
+        if name == "unpatch" and "unpatched" in str(error):
             return
         raise
-    if not (call is _unpatch and output.finish_reason == "cancelled"):
+    if not (name == "unpatch" and output.finish_reason == "cancelled"):
         found, expected = output.token_ids, bench.other_expected
         assert found == expected, f"the neighbour has other tokens: {found}, not {expected}"
 
@@ -297,7 +287,7 @@ def record(bench: Bench, name: str) -> list[Place]:
     for _ in range(NUM_RECORDINGS):
         watch()
         tracer = Tracer()
-        with beside_another(bench, CALLS[name]) as call:
+        with beside_another(bench, name) as call:
             tracer.run(call)
         bench.check()
         places |= tracer.places
@@ -316,7 +306,7 @@ def interrupt(bench: Bench, name: str, place: Place) -> str:
     for _ in range(NUM_TRIES):
         watch()
         tracer = Tracer(place)
-        with beside_another(bench, CALLS[name]) as call:
+        with beside_another(bench, name) as call:
             is_interrupted = tracer.run(call)
         bench.check()
         if tracer.is_hit:
@@ -341,7 +331,7 @@ def storm(bench: Bench, name: str, generator: random.Random) -> None:
         is_over = True
 
     watch()
-    with beside_another(bench, CALLS[name]) as call:
+    with beside_another(bench, name) as call:
         threading.Thread(target=send, daemon=True).start()
         is_on = True
         while not is_over:  # what arrives at this function's own lines, `on_sigint` ignores

@@ -103,6 +103,13 @@ class Mode:
 
 
 SAMPLE = {"do_sample": True}
+EACH_MODEL: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sample": {"do_sample": True, "top_k": 20},
+    "samples": {"do_sample": True, "num_return_sequences": 3},
+    "beams": {"num_beams": 3, "num_return_sequences": 2, "return_dict_in_generate": True, "output_scores": True},
+}
+"""What every model runs, whatever its kind."""
 DETAILS = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 BEAMS = {"num_beams": 3}
 MODES: dict[str, Mode] = {
@@ -132,6 +139,8 @@ MODES: dict[str, Mode] = {
     "top_h": Mode(SAMPLE | {"top_k": 0, "top_h": 0.6}),
     "sample_eos_often": Mode(SAMPLE | {"eos_token_id": EOS_OFTEN}),
     "samples": Mode(SAMPLE | {"num_return_sequences": 3}),
+    "samples_of_one_token": Mode(SAMPLE | {"num_return_sequences": 3}, batch=lambda: {"input_ids": random_ids(2, 1)}),
+    "beams_of_one_token": Mode({"num_beams": 3}, batch=lambda: {"input_ids": random_ids(2, 1)}),
     "samples_eos_often": Mode(SAMPLE | {"num_return_sequences": 3, "eos_token_id": EOS_OFTEN}),
     "beams": Mode(BEAMS),
     "beams_one": Mode(BEAMS, batch=one_prompt),

@@ -85,13 +85,13 @@ class PutRecorder(BaseStreamer):
     """Notes every call."""
 
     def __init__(self) -> None:
-        self.calls: list[Any] = []
+        self.seen: list[Any] = []
 
     def put(self, value: Tensor) -> None:
-        self.calls.append(value.clone())
+        self.seen.append(value.clone())
 
     def end(self) -> None:
-        self.calls.append("end")
+        self.seen.append("end")
 
 
 def processors(*kinds: type[LogitsProcessor]) -> Make:

@@ -43,7 +43,15 @@ _TOWER = {
     "patch_size": 8,
 }
 _QWEN_TOWER = {"depth": 2, "num_heads": 2, "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2}
+_WINDOWED_TOWER = _QWEN_TOWER | {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "out_hidden_size": 64,
+    "window_size": 32,
+    "fullatt_block_indexes": [1],
+}
 _WHOLE = {"image_token_id": IMAGE, "tie_word_embeddings": False}
+_INDEXED = {"image_token_index": IMAGE, "tie_word_embeddings": False}
 _QWEN_IDS = _WHOLE | {
     "video_token_id": VOCAB - 2,
     "vision_start_token_id": START,
@@ -172,20 +180,18 @@ WRAPPERS: dict[str, TinyWrapper] = {
         lambda: hf.LlavaConfig(
             text_config=hf.LlamaConfig(**_TEXT),
             vision_config=hf.CLIPVisionConfig(**_TOWER),
-            image_token_index=IMAGE,
             vision_feature_select_strategy="default",
             vision_feature_layer=-1,
-            tie_word_embeddings=False,
+            **_INDEXED,
         )
     ),
     "mistral3": TinyWrapper(
         lambda: hf.Mistral3Config(
             text_config=hf.MistralConfig(**_TEXT, sliding_window=None, head_dim=16),
             vision_config=hf.PixtralVisionConfig(**_TOWER, head_dim=16),
-            image_token_index=IMAGE,
             spatial_merge_size=1,
             vision_feature_layer=-1,
-            tie_word_embeddings=False,
+            **_INDEXED,
         ),
         picture=lambda seed: _one_picture(seed) | {"image_sizes": torch.tensor([[SIZE, SIZE]])},
     ),
@@ -231,14 +237,7 @@ WRAPPERS: dict[str, TinyWrapper] = {
     "qwen2_5_vl": TinyWrapper(
         lambda: hf.Qwen2_5_VLConfig(
             text_config=_TEXT | _MROPE,
-            vision_config=_QWEN_TOWER
-            | {
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "out_hidden_size": 64,
-                "window_size": 32,
-                "fullatt_block_indexes": [1],
-            },
+            vision_config=_WINDOWED_TOWER,
             **_QWEN_IDS,
         ),
         picture=_tall_patches,
@@ -302,8 +301,7 @@ WRAPPERS: dict[str, TinyWrapper] = {
             text_config=hf.GemmaConfig(**_TEXT, head_dim=16),
             vision_config=hf.SiglipVisionConfig(**_TOWER),
             projection_dim=64,
-            image_token_index=IMAGE,
-            tie_word_embeddings=False,
+            **_INDEXED,
         ),
         types="token_type_ids",
         of_picture=0,
@@ -327,10 +325,9 @@ WRAPPERS: dict[str, TinyWrapper] = {
                 projector_input_dim=32,
                 projector_output_dim=32,
             ),
-            image_token_index=IMAGE,
             boi_token_index=START,
             eoi_token_index=VOCAB - 4,
-            tie_word_embeddings=False,
+            **_INDEXED,
         )
     ),
     "aya_vision": TinyWrapper(
@@ -338,19 +335,17 @@ WRAPPERS: dict[str, TinyWrapper] = {
             text_config=hf.CohereConfig(**_TEXT, logit_scale=1.0),
             vision_config=hf.SiglipVisionConfig(**(_TOWER | {"patch_size": 4})),
             downsample_factor=2,
-            image_token_index=IMAGE,
             vision_feature_layer=-1,
-            tie_word_embeddings=False,
+            **_INDEXED,
         )
     ),
     "llava_next": TinyWrapper(
         lambda: hf.LlavaNextConfig(
             text_config=hf.LlamaConfig(**_TEXT),
             vision_config=hf.CLIPVisionConfig(**_TOWER),
-            image_token_index=IMAGE,
             image_grid_pinpoints=[[SIZE, SIZE]],
             vision_feature_layer=-1,
-            tie_word_embeddings=False,
+            **_INDEXED,
         ),
         picture=lambda seed: {
             "pixel_values": _pixels(seed, 1, 2, 3, SIZE, SIZE),
@@ -372,8 +367,7 @@ WRAPPERS: dict[str, TinyWrapper] = {
                 "global_attn_indexes": [1],
                 "mlp_dim": 48,
             },
-            image_token_index=IMAGE,
-            tie_word_embeddings=False,
+            **_INDEXED,
         )
     ),
     "fuyu": TinyWrapper(
@@ -423,14 +417,7 @@ WRAPPERS: dict[str, TinyWrapper] = {
     "qwen2_5_omni": TinyWrapper(
         lambda: hf.Qwen2_5OmniThinkerConfig(
             text_config=_TEXT | _MROPE,
-            vision_config=_QWEN_TOWER
-            | {
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "out_hidden_size": 64,
-                "window_size": 32,
-                "fullatt_block_indexes": [1],
-            },
+            vision_config=_WINDOWED_TOWER,
             audio_config={
                 "d_model": 32,
                 "encoder_layers": 1,

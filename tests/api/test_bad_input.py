@@ -23,7 +23,7 @@ from transformers import (
 )
 
 import hf_paged
-from helpers.models import EOS, PAD, VOCAB, build, name_of, ragged_batch, random_ids
+from helpers.models import BOS, EOS, PAD, VOCAB, build, name_of, ragged_batch, random_ids
 from helpers.pairs import MakePair, Pair, assert_same_cache, logged_messages, new_cache
 from helpers.user_code import USER_CODE, Boom, Fuse, FusedProcessor
 from hf_paged import PagedCache, PagedConfig
@@ -42,18 +42,10 @@ def raises_and_recovers(pair: Pair, error: type[BaseException], match: str) -> I
     assert pair.engine.stats().num_free_blocks == (free or stats.num_blocks)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"num_blocks": 10**12},
-            r"num_blocks=10{12} .*need [\d,]+ bytes.*has [\d,]+ bytes in all: [\d,]+ blocks would fit",
-        ),
-        ({"num_blocks": 10**30}, "blocks would fit"),
-    ],
-)
-def test_a_pool_that_no_machine_holds(settings: dict[str, Any], message: str) -> None:
-    model = hf_paged.patch(build("llama"), **settings)
+@pytest.mark.parametrize("num_blocks", [10**12, 10**30])
+def test_a_pool_that_no_machine_holds(num_blocks: int) -> None:
+    model = hf_paged.patch(build("llama"), num_blocks=num_blocks)
+    message = rf"num_blocks={num_blocks} .*need [\d,]+ bytes.*has [\d,]+ bytes in all: [\d,]+ blocks would fit"
     for call in (model.generate, model.paged.submit):
         with pytest.raises(ValueError, match=message):
             call(torch.tensor([[5, 6]]), max_new_tokens=2)
@@ -93,9 +85,8 @@ def test_prompt_that_can_never_fit(make_pair: MakePair, arguments: dict[str, Any
 def test_length_that_just_fits(make_pair: MakePair) -> None:
     """Would break: refusing what fits by a token, or accepting what doesn't."""
     pair = make_pair(block_size=4, num_blocks=8)
-    pair.generate(
-        input_ids=random_ids(1, 30), max_new_tokens=3, eos_token_id=None
-    )  # 32 keys: the last token needs none
+    # 32 keys: the last token needs none.
+    pair.generate(input_ids=random_ids(1, 30), max_new_tokens=3, eos_token_id=None)
     with raises_and_recovers(pair, ValueError, "num_blocks=9"):
         pair.paged.generate(random_ids(1, 30), max_new_tokens=4)
     padded = ragged_batch((24, 3))  # padding takes no slot
@@ -433,20 +424,13 @@ def test_strict_forbids_the_fallback(make_pair: MakePair, name: str) -> None:
 
 
 def _decoder(name: str) -> Any:
-    sizes = {
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 64,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+    common = {"vocab_size": VOCAB, "max_position_embeddings": 64, "pad_token_id": PAD, "bos_token_id": BOS}
     if name == "bert":
-        sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 48}
-        model: Any = BertLMHeadModel(BertConfig(**sizes))
-    else:
-        sizes |= {"decoder_layers": 2, "decoder_attention_heads": 4, "d_model": 32, "decoder_ffn_dim": 48}
-        model = BartForCausalLM(BartConfig(**sizes, is_decoder=True, is_encoder_decoder=False))
-    return model.eval()
+        sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 48}
+        return BertLMHeadModel(BertConfig(**common, **sizes, eos_token_id=EOS)).eval()
+    sizes = {"decoder_layers": 2, "decoder_attention_heads": 4, "d_model": 32, "decoder_ffn_dim": 48}
+    config = BartConfig(**common, **sizes, eos_token_id=EOS, is_decoder=True, is_encoder_decoder=False)
+    return BartForCausalLM(config).eval()
 
 
 @pytest.mark.parametrize("name", ["bert", "bart"])

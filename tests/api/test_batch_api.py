@@ -69,7 +69,6 @@ def test_rows_share_steps(pair: Pair) -> None:
     "settings", [{"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.5}]
 )
 def test_beams(pair: Pair, settings: dict[str, Any]) -> None:
-    """Would break: beams ignored, as stock's own ignores them; the best one behind another id."""
     found = pair.paged.generate_batch(PROMPTS, config(), **settings)
     num_children = settings.get("num_return_sequences", 1) - 1
     for index, prompt in enumerate(PROMPTS):
@@ -244,7 +243,6 @@ def test_nothing_of_a_cancelled_request_is_left(pair: Pair) -> None:
 
 
 def test_generate_batch_behind_one_that_was_ended(pair: Pair) -> None:
-    """Would break: failed outputs of the session before, taken for results."""
     settings = config(eos_token_id=-1)
     with (
         pytest.raises(KeyboardInterrupt),
@@ -323,7 +321,6 @@ def test_an_exception_while_a_request_is_added(pair: Pair, monkeypatch: pytest.M
 
 
 def test_pause(pair: Pair) -> None:
-    """Would break: a step while weights are changed; a stop that waits for ever."""
     manager = pair.paged.init_continuous_batching(config(eos_token_id=-1))
     with pytest.raises(RuntimeError, match="no generation loop"), manager.pause():
         pass
@@ -412,7 +409,6 @@ def test_handlers_in_an_event_loop(pair: Pair) -> None:
 
 
 def test_many_threads(make_pair: MakePair) -> None:
-    """Would break: results mixed up between callers, a request lost, with a queue that is often full."""
     pair = make_pair(max_num_seqs=3, max_waiting=2, num_blocks=32)
     expected = [stock_tokens(pair.stock, prompt, config())[0] for prompt in PROMPTS]
     with pair.paged.continuous_batching_context_manager(config()) as manager:

@@ -23,17 +23,14 @@ from helpers.models import (
     tiny_lm,
     tiny_tokenizer,
 )
-from helpers.pairs import Pair, assert_same_cache, new_cache
-
-MakePair = Callable[..., Pair]
+from helpers.modes import EACH_MODEL
+from helpers.pairs import MakePair, assert_same_cache, new_cache
 
 NEW = 14
 """With prompts of up to 11 tokens: beyond the windows (5, 6) and the original contexts (16) of the table."""
 
 MODES: dict[str, dict[str, Any]] = {
-    "sample": {"do_sample": True, "top_k": 20},
-    "samples": {"do_sample": True, "num_return_sequences": 3},
-    "beams": {"num_beams": 3, "num_return_sequences": 2, "return_dict_in_generate": True, "output_scores": True},
+    **{name: mode for name, mode in EACH_MODEL.items() if name != "greedy"},
     "eos_often": {"eos_token_id": list(range(2, 30))},
     "positions": {"position_ids": (ragged_batch()["attention_mask"].cumsum(dim=1) - 1).clamp_min(0) + 3},
     "prefill_chunks": {"prefill_chunk_size": 5},
@@ -45,7 +42,6 @@ every_model = pytest.mark.parametrize("name", MODELS)
 
 @every_model
 def test_greedy_ragged_batch(make_pair: MakePair, name: str) -> None:
-    """Would break: this architecture's attention, positions or masks over the pool."""
     pair = make_pair(name)
     traits, row = pair.engine.traits, MODELS[name]
     assert (traits.runs_packed, traits.is_batched) == (row.runs_packed, row.is_batched)
@@ -62,7 +58,6 @@ def test_greedy_ragged_batch(make_pair: MakePair, name: str) -> None:
 @every_model
 @pytest.mark.parametrize("mode", MODES)
 def test_mode(make_pair: MakePair, name: str, mode: str) -> None:
-    """Would break: this mode for this architecture."""
     pair = make_pair(name, block_size=3)
     pair.generate(**(ragged_batch() | {"max_new_tokens": NEW} | MODES[mode]))
     assert pair.delta["num_steps"] > 0
@@ -99,7 +94,6 @@ def test_cache_kept_over_two_turns(make_pair: MakePair, name: str) -> None:
 @every_model
 @pytest.mark.usefixtures("full_budget")
 def test_prompt_lookup(make_pair: MakePair, name: str) -> None:
-    """Would break: several candidates a forward, and taking back those that were wrong."""
     pair = make_pair(name, block_size=2)
     ids = random_ids(1, 4).repeat(1, 3)
     pair.generate(input_ids=ids, max_new_tokens=NEW, prompt_lookup_num_tokens=3, repetition_penalty=0.6)
@@ -107,12 +101,14 @@ def test_prompt_lookup(make_pair: MakePair, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, row in MODELS.items() if row.is_batched])
-@pytest.mark.parametrize("arguments", [{"do_sample": True}, {"num_beams": 2}], ids=name_of)
-def test_pool_too_small_for_the_batch(make_pair: MakePair, name: str, arguments: dict[str, Any]) -> None:
-    """Would break: rows evicted and computed again in chunks of three tokens."""
-    pair = make_pair(name, block_size=2, num_blocks=least_blocks(name, 19, 2, 3) + 1, max_num_batched_tokens=3)
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_pool_too_small_for_the_batch(make_pair: MakePair, name: str, preemption: str) -> None:
+    """Would break: rows evicted and computed again in chunks of three tokens, or swapped as if all pages were alike."""
+    settings = {"block_size": 2, "max_num_batched_tokens": 3, "preemption": preemption}
+    pair = make_pair(name, num_blocks=least_blocks(name, 19, 2, 3) + 1, **settings)
+    arguments = {"num_beams": 2} if preemption == "swap" else {"do_sample": True}
     pair.generate(**ragged_batch(), max_new_tokens=8, **arguments)
-    assert pair.delta["num_preemptions"] > 0
+    assert pair.delta["num_preemptions"] > 0 and (pair.delta["num_swapped_out"] > 0) == (preemption == "swap")
     assert max(pair.seen) <= 3
 
 
@@ -137,12 +133,8 @@ def test_prompts_of_growing_length_with_one_beginning(make_pair: MakePair, name:
             assert (pair.delta["prefix_cache_hit_tokens"] > 0) == (length > 12)
 
 
-# What is refused
-
-
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_with_the_reason(name: str) -> None:
-    """Would break: wrong tokens from a model that the pool can't stand behind, or a refusal without a reason."""
     make, reason = REFUSED[name]
     model = make()
     kind = type(model)
@@ -154,21 +146,11 @@ def test_refused_with_the_reason(name: str) -> None:
     assert type(model) is kind and not hasattr(model, "paged")
 
 
-@pytest.mark.parametrize("thing", ["gpt2", None, 3, nn.Linear], ids=str)
-def test_not_a_model(thing: Any) -> None:
-    """Would break: an AttributeError deep inside in place of a sentence."""
-    report = hf_paged.is_supported(thing)
-    assert not report and type(thing).__name__ in report.reasons[0]
-    with pytest.raises(ValueError, match=type(thing).__name__):
-        hf_paged.patch(thing)
-
-
 def _raises(*_: Any) -> Any:
     raise RuntimeError("it varies from layer to layer")
 
 
 def with_config(**attributes: Any) -> Any:
-    """A model whose config says something else."""
     model = build("llama")
     vars(model.config).update(attributes)
     return model
@@ -182,6 +164,7 @@ def with_a_config_that_raises() -> Any:
 
 
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    **{str(thing): (lambda thing=thing: thing, type(thing).__name__) for thing in ("gpt2", None, 3, nn.Linear)},
     "raises in getattr": (lambda: type("Thing", (), {"__getattr__": _raises})(), "raised RuntimeError"),
     "not constructed": (lambda: LlamaForCausalLM.__new__(LlamaForCausalLM), "raised AttributeError"),
     "on meta": (lambda: build("llama").to("meta"), "meta device"),
@@ -217,7 +200,6 @@ def test_a_copy_that_would_take_gigabytes_is_not_made(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("vocab_size", [3, 50])
 @pytest.mark.parametrize("name", ["llama", "gemma3n"])
 def test_a_small_vocabulary_with_a_pad_token(name: str, vocab_size: int) -> None:
-    """Would break: a shrunken copy whose pad token is outside of its vocabulary."""
     config = MODELS[name].config()
     small = {own: vocab_size for own in ("vocab_size", "vocab_size_per_layer_input") if hasattr(config, own)}
     config = type(config)(**(config.to_dict() | small | {"pad_token_id": vocab_size - 1}))
@@ -240,7 +222,6 @@ def test_config_that_asks_for_router_logits(make_pair: MakePair, name: str, when
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mpt", "phi3_longrope", "mixtral"])
 def test_asking_changes_nothing(name: str) -> None:
-    """Would break: a probe that runs the user's model, takes its random numbers or writes into its config."""
     model = build(name)
     forwards: list[Any] = []
     model.register_forward_pre_hook(lambda *args: forwards.append(args))

@@ -141,7 +141,6 @@ def test_a_batch_larger_than_a_step(make_pair: MakePair) -> None:
 
 
 def test_requests_and_threads(make_pair: MakePair) -> None:
-    """Would break: padded calls beside each other, and those whose loop runs on a thread of the engine's."""
     pair = make_pair()
     for model in (pair.stock, pair.paged):
         hook(model, "model.layers.0")
@@ -218,7 +217,6 @@ def test_hooks_on_all_modules_of_the_process(make_pair: MakePair) -> None:
 
 
 def test_one_warning_or_an_error(make_pair: MakePair) -> None:
-    """Would break: a silent loss of speed, and `strict`."""
     pair = make_pair()
     hook(pair.paged, "model.layers.0")
     with logged_messages() as messages:
@@ -273,7 +271,6 @@ def parametrized(model: Any) -> None:
 
 
 def on_top(model: Any) -> None:
-    """A hook of the model itself, which runs in the caller's own call."""
     model.register_forward_hook(lambda module, args, output: output)
 
 
@@ -449,7 +446,6 @@ def put_on(model: Any, function: Callable[..., Any]) -> None:
     ids=lambda function: function.__name__,
 )
 def test_forwards_that_do_more(make_pair: MakePair, loops: list[Any], function: Callable[..., Any]) -> None:
-    """Would break: forwards of a user's that the engine doesn't call; a call too many, of those that count."""
     pair = make_pair()
     for model in (pair.stock, pair.paged):
         model.notes = []

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from transformers import DynamicCache
 
 import hf_paged
-from helpers.models import build, least_blocks, ragged_batch, random_ids
-from helpers.pairs import Pair
+from helpers.models import build, ragged_batch, random_ids
+from helpers.pairs import MakePair
+from helpers.waiting import at_once
 
-MakePair = Callable[..., Pair]
 KINDS = [
     "gemma4",
     "gemma4_sharing",
@@ -33,22 +30,11 @@ every_kind = pytest.mark.parametrize("name", KINDS)
 
 
 @every_kind
-def test_swapped(make_pair: MakePair, name: str) -> None:
-    """Would break: pages that are swapped as if all were of one group's shape."""
-    pair = make_pair(
-        name, block_size=2, num_blocks=least_blocks(name, 19, 2, 3) + 1, max_num_batched_tokens=3, preemption="swap"
-    )
-    pair.generate(**ragged_batch(), max_new_tokens=8, num_beams=2)
-    assert pair.delta["num_swapped_out"] > 0
-
-
-@every_kind
 def test_sixteen_threads(make_pair: MakePair, name: str) -> None:
     pair = make_pair(name)
     prompts = [random_ids(1, 3 + index % 7, seed=index) for index in range(16)]
     expected = [pair.stock.generate(ids, max_new_tokens=12, do_sample=False) for ids in prompts]
-    with ThreadPoolExecutor(16) as threads:
-        found = list(threads.map(lambda ids: pair.paged.generate(ids, max_new_tokens=12, do_sample=False), prompts))
+    found = at_once(lambda ids: pair.paged.generate(ids, max_new_tokens=12, do_sample=False), prompts)
     assert all(torch.equal(own, other) for own, other in zip(expected, found, strict=True))
 
 

@@ -37,7 +37,6 @@ def patched_llama(**settings: Any) -> Any:
 
 
 def text_of(model: Any) -> Tensor:
-    """What the model says to the ragged batch."""
     return model.generate(**ragged_batch(), max_new_tokens=6)
 
 
@@ -86,7 +85,6 @@ def test_patched_block() -> None:
 
 
 def test_the_class_looks_like_the_models_own() -> None:
-    """Would break: isinstance checks, and code that reads the class's name, module or signature."""
     stock, model = build("llama"), patched_llama()
     kind = type(model)
     assert isinstance(model, LlamaForCausalLM) and issubclass(kind, LlamaForCausalLM)
@@ -210,7 +208,6 @@ def test_a_share_of_a_model_is_refused(share: Callable[[Any, DeviceMesh], None],
 
 @pytest.mark.parametrize("share", [shard_a_weight, shard_fully], ids=lambda share: share.__name__)
 def test_a_model_shared_out_after_patching(share: Callable[[Any, DeviceMesh], None], mesh: DeviceMesh) -> None:
-    """Would break: the same, a call later."""
     model = patched_llama()
     text_of(model)
     share(model, mesh)
@@ -304,7 +301,6 @@ def test_compiled_forwards_over_a_paged_cache(mode: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 def test_saved_files_are_those_of_the_unpatched_model(tmp_path: Path, name: str) -> None:
-    """Would break: our class or attention in `config.json`, which could not be loaded elsewhere."""
     stock = build(name)
     model = hf_paged.patch(build(name), **SETTINGS)
     text_of(model)
@@ -335,7 +331,6 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("how", COPIES)
 def test_copy_of_a_patched_model(how: str) -> None:
-    """Would break: a copy that isn't patched, shares the pool, or keeps the original alive."""
     model = patched_llama()
     cache = hf_paged.PagedCache(model)
     text = model.generate(**ragged_batch(), past_key_values=cache, max_new_tokens=6)
@@ -454,7 +449,6 @@ def test_pool_is_sized_from_memory(make_pair: MakePair) -> None:
 
 
 def test_two_models_over_one_config(make_pair: MakePair) -> None:
-    """Would break: models made from one config object, when the forward of one is inside that of the other."""
     config = MODELS["llama"].config()
     first, second = (LlamaForCausalLM(config).eval() for _ in range(2))
     text = text_of(second)
@@ -469,11 +463,15 @@ def test_two_models_over_one_config(make_pair: MakePair) -> None:
 
 
 @pytest.mark.parametrize("used", [False, True], ids=["unused", "used"])
-def test_dropped_model_dies(used: bool) -> None:
+def test_what_is_dropped_or_unpatched_dies(used: bool) -> None:
     model = patched_llama()
     if used:
         text_of(model)
-        text_of(hf_paged.patch(hf_paged.unpatch(model), **SETTINGS))
+        first = weakref.ref(model.paged)
+        hf_paged.unpatch(model)
+        gc.collect()
+        assert first() is None
+        text_of(hf_paged.patch(model, **SETTINGS))
     dead, engine, pool = weakref.ref(model), weakref.ref(model.paged), weakref.ref(model.paged.core.kv_cache)
     del model
 
@@ -482,15 +480,6 @@ def test_dropped_model_dies(used: bool) -> None:
         return dead() is None and engine() is None and pool() is None
 
     eventually(is_dead, "it stays in memory")
-
-
-def test_unpatched_model_lets_its_engine_die() -> None:
-    model = patched_llama()
-    text_of(model)
-    engine = weakref.ref(model.paged)
-    hf_paged.unpatch(model)
-    gc.collect()
-    assert engine() is None
 
 
 def test_a_call_that_is_unpatched(monkeypatch: pytest.MonkeyPatch) -> None:

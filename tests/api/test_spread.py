@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,9 @@ from transformers import AutoModelForCausalLM
 
 import hf_paged
 from helpers.models import build, decoder_layers, ragged_batch, random_ids
-from helpers.pairs import Pair, assert_same, assert_same_cache, new_cache
-from helpers.waiting import join
-
-MakePair = Callable[..., Pair]
+from helpers.modes import EACH_MODEL
+from helpers.pairs import MakePair, Pair, assert_same, assert_same_cache, new_cache
+from helpers.waiting import PATIENCE, in_background
 
 
 def to_cpu(model: Any, folder: Path) -> Any:
@@ -70,12 +67,9 @@ def make_spread(make_pair: MakePair, tmp_path: Path) -> MakePair:
 
 
 MODES: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "sampling": {"do_sample": True, "top_k": 20, "temperature": 1.3},
-    "samples": {"do_sample": True, "num_return_sequences": 3},
-    "beams": {"num_beams": 3, "num_return_sequences": 2},
-    "penalty": {"repetition_penalty": 1.4, "do_sample": True},
+    **EACH_MODEL,
     "scores": {"return_dict_in_generate": True, "output_scores": True},
+    "penalty": {"repetition_penalty": 1.4, "do_sample": True},
     "hidden_states": {"return_dict_in_generate": True, "output_hidden_states": True},
     "right_padded": ragged_batch(side="right"),
 }
@@ -84,7 +78,6 @@ MODES: dict[str, dict[str, Any]] = {
 @every_way
 @pytest.mark.parametrize("mode", MODES)
 def test_mode(make_spread: MakePair, way: str, mode: str) -> None:
-    """Would break: weights of a step that are not there, or were taken when they weren't."""
     pair = make_spread(way=way)
     pair.generate(**(ragged_batch() | {"max_new_tokens": 10} | MODES[mode]))
     assert pair.delta["num_steps"] > 0
@@ -135,7 +128,6 @@ def test_changed_weights_are_seen(make_spread: MakePair, way: str) -> None:
 
 
 def weight(model: Any, name: str) -> Tensor:
-    """Where a weight is now."""
     own: Tensor = model.get_submodule(name).weight
     if own.device.type != "meta":
         return own
@@ -158,19 +150,11 @@ def test_threads_beside_plain_forwards(make_spread: MakePair) -> None:
     prompts = [random_ids(1, 5 + number, seed=number) for number in range(6)]
     expected = [pair.stock.generate(ids, max_new_tokens=8) for ids in prompts]
     logits = pair.stock(prompts[0]).logits
-    found: dict[int, Any] = {}
-
-    def call(number: int) -> None:
-        found[number] = pair.paged.generate(prompts[number], max_new_tokens=8)
-
-    threads = [threading.Thread(target=call, args=(number,), daemon=True) for number in range(6)]
-    for thread in threads:
-        thread.start()
+    futures = [in_background(pair.paged.generate, ids, max_new_tokens=8) for ids in prompts]
     for _ in range(20):
         assert_same(logits, pair.paged(prompts[0]).logits)
-    join(*threads)
-    for number, tokens in enumerate(expected):
-        assert torch.equal(found[number], tokens)
+    for future, tokens in zip(futures, expected, strict=True):
+        assert torch.equal(future.result(PATIENCE), tokens)
 
 
 def test_submit_and_logprobs(make_spread: MakePair) -> None:
@@ -185,7 +169,6 @@ def test_submit_and_logprobs(make_spread: MakePair) -> None:
 
 
 def test_own_loop(make_spread: MakePair) -> None:
-    """Would break: the hook on the model itself is passed by, or hides what runs forwards over a `PagedCache`."""
     pair = make_spread()
 
     def loop(model: Any) -> list[int]:
@@ -202,7 +185,6 @@ def test_own_loop(make_spread: MakePair) -> None:
 
 @pytest.mark.parametrize("is_patched_first", [False, True])
 def test_hooks_come_and_go(tmp_path: Path, is_patched_first: bool) -> None:
-    """Would break: a patched model that is spread later, one whose hooks are taken off, and one that is unpatched."""
     stock = build("llama")
     expected = stock.generate(**ragged_batch(), max_new_tokens=8)
     model: Any = copy.deepcopy(stock)
@@ -233,13 +215,8 @@ def test_layers_in_other_memory_are_not_taken(make_spread: MakePair) -> None:
     assert not any(parameter.is_inference() for parameter in pair.paged.parameters())
 
 
-class OwnHook(ModelHook):
-    """A user's."""
-
-
 def test_refused(tmp_path: Path) -> None:
-    """Would break: what can't be served is served wrongly."""
-    model: Any = add_hook_to_module(build("llama"), OwnHook())
+    model: Any = add_hook_to_module(build("llama"), type("OwnHook", (ModelHook,), {})())
     assert "forward was replaced on the instance" in hf_paged.is_supported(model).reasons[0]
     model = build("llama")
     model.model.layers[0].to("meta")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,12 +13,11 @@ from transformers import DynamicCache
 
 import hf_paged
 from helpers.models import build, name_of, ragged_batch, random_ids
-from helpers.pairs import Pair, assert_same
+from helpers.modes import EACH_MODEL
+from helpers.pairs import MakePair, Pair, assert_same
 from helpers.state_models import STATE_MODELS, build_state_model
-from helpers.waiting import join
+from helpers.waiting import PATIENCE, at_once, in_background
 from hf_paged.model.cache_argument import cache_argument
-
-MakePair = Callable[..., Pair]
 
 OLD = Version(transformers.__version__) < Version("5.18.dev0")
 NEW = 12
@@ -32,10 +29,7 @@ KINDS = ["qwen3_next", "lfm2", "nemotron_h", "falcon_h1", "zamba2", "jamba", "ma
 queries and keys from a state, latents beside states, several states on a layer."""
 
 MODES: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "sample": {"do_sample": True, "top_k": 20},
-    "samples": {"do_sample": True, "num_return_sequences": 3},
-    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    **EACH_MODEL,
     "eos_often": {"eos_token_id": list(range(2, 30))},
     "hidden_states": {"output_hidden_states": True, "return_dict_in_generate": True},
 }
@@ -49,7 +43,6 @@ every_family_kinds_quick = pytest.mark.parametrize(
 
 @pytest.fixture
 def make(make_pair: MakePair) -> MakePair:
-    """Makes a `Pair` of a family."""
 
     def make(name: str, dtype: torch.dtype = torch.float32, **settings: Any) -> Pair:
         return make_pair(build_state_model(name).to(dtype), **({"num_blocks": 600} | settings))
@@ -58,14 +51,12 @@ def make(make_pair: MakePair) -> MakePair:
 
 
 def least_blocks(pair: Pair, num_tokens: int) -> int:
-    """The smallest pool that a sequence of so many tokens fits."""
     return pair.engine.core.manager.most_blocks(num_tokens, num_tokens)
 
 
 @every_family
 @pytest.mark.parametrize("mode", MODES)
 def test_mode(make: MakePair, name: str, mode: str) -> None:
-    """Would break: this mode for this family: states of rows of other lengths, forked, left out, seen padded."""
     # A scan amplifies the rounding of float32, by processor, to what a fault could look like.
     pair = make(name, dtype=torch.float64 if (name, mode) == ("mamba", "hidden_states") else torch.float32)
     arguments = ragged_batch() | {"max_new_tokens": NEW} | MODES[mode]
@@ -121,7 +112,6 @@ def test_pool_too_small_for_the_batch(make: MakePair, name: str, preemption: str
 
 @every_family
 def test_prefix_hits(make: MakePair, name: str) -> None:
-    """Would break: a prompt that goes on from another state than its own."""
     pair = make(name)
     ids = random_ids(1, 26)
     hits = []
@@ -164,20 +154,11 @@ def test_cache_kept_over_two_turns(make: MakePair, name: str, lengths: tuple[int
 
 @every_family_kinds_quick
 def test_threads_and_submitted_requests(make: MakePair, name: str) -> None:
-    """Would break: rows of several callers in one step."""
     pair = make(name)
     prompts = [random_ids(1, 3 + index, seed=index) for index in range(16)]
     expected = [pair.stock.generate(ids, max_new_tokens=NEW, do_sample=False) for ids in prompts]
-    found: dict[int, Tensor] = {}
-
-    def call(index: int) -> None:
-        found[index] = pair.paged.generate(prompts[index], max_new_tokens=NEW, do_sample=False)
-
-    threads = [threading.Thread(target=call, args=(index,), daemon=True) for index in range(16)]
     requests = [pair.engine.submit(ids, max_new_tokens=NEW, do_sample=False) for ids in prompts]
-    for thread in threads:
-        thread.start()
-    join(*threads)
+    found = at_once(lambda ids: pair.paged.generate(ids, max_new_tokens=NEW, do_sample=False), prompts)
     for index, tokens in enumerate(expected):
         assert torch.equal(found[index], tokens)
         assert requests[index].result().token_ids == tokens[0, prompts[index].shape[1] :].tolist()
@@ -186,7 +167,6 @@ def test_threads_and_submitted_requests(make: MakePair, name: str) -> None:
 @every_kind
 @pytest.mark.parametrize("arguments", [{}, {"do_sample": True}], ids=name_of)
 def test_prompts_in_chunks(make: MakePair, name: str, arguments: dict[str, Any]) -> None:
-    """Would break: chunk edges where a state is handed on, or a prompt's token computed as a generated one."""
     pair = make(name, max_num_batched_tokens=5, enable_prefix_caching=False)
     pair.generate(**ragged_batch((23, 9, 2)), max_new_tokens=6, **arguments)
     assert max(pair.seen) <= 5
@@ -197,17 +177,11 @@ def test_steps_with_one_token_left(make: MakePair, name: str, count: int) -> Non
     """Would break: a prompt that goes on with two tokens at least, beside decodes that leave one, and never does."""
     pair = make(name, num_blocks=2000, max_num_batched_tokens=count + 1)
     given = ragged_batch((40, 2)) | {"do_sample": True, "num_return_sequences": count, "max_new_tokens": 30}
-    found: list[Tensor] = []
-
-    def generate() -> None:
-        torch.manual_seed(0)
-        found.append(pair.paged.generate(**given, eos_token_id=None, pad_token_id=0))
-
-    thread = threading.Thread(target=generate, daemon=True)
-    thread.start()
-    join(thread)
     torch.manual_seed(0)
-    assert torch.equal(found[0], pair.stock.generate(**given, eos_token_id=None, pad_token_id=0))
+    future = in_background(pair.paged.generate, **given, eos_token_id=None, pad_token_id=0)
+    found = future.result(PATIENCE)
+    torch.manual_seed(0)
+    assert torch.equal(found, pair.stock.generate(**given, eos_token_id=None, pad_token_id=0))
 
 
 def test_a_failed_step_is_computed_again(make: MakePair) -> None:
@@ -268,7 +242,6 @@ def test_a_patched_assistant_drafts_as_stock(make: MakePair, name: str) -> None:
 
 
 def drafts(kind: str, model: Any) -> dict[str, Any]:
-    """Arguments of `model.generate()` that give it drafts, by prompt lookup or by a model."""
     if kind == "lookup":
         return {"prompt_lookup_num_tokens": 3}
     is_patched = kind == "patched assistant" and hasattr(model, "paged")
@@ -306,7 +279,6 @@ def test_drafts_of_a_prompt(make: MakePair, name: str, kind: str) -> None:
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("kind", ["lookup", "patched assistant"])
 def test_drafts_of_a_batch_are_left_out(make: MakePair, kind: str, do_sample: bool) -> None:
-    """Would break: a batch with drafts, which stock refuses, on a model whose states are not taken back."""
     pair = make("lfm2")
 
     def call(model: Any) -> Any:
@@ -319,7 +291,6 @@ def test_drafts_of_a_batch_are_left_out(make: MakePair, kind: str, do_sample: bo
 
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba2"])
 def test_other_padding_runs_stock(make: MakePair, name: str) -> None:
-    """Would break: prompts padded on the right, whose padding a state would take in."""
     pair = make(name)
     pair.generate(**ragged_batch(side="right"), max_new_tokens=5, falls_back=True)
     cache, batch = hf_paged.PagedCache(pair.paged), ragged_batch(side="right")
@@ -347,7 +318,6 @@ def test_states_are_counted_and_typed(make: MakePair) -> None:
 
 
 def test_layers_decide_not_the_class() -> None:
-    """Would break: a model of a hybrid's class, all of whose layers are attention, taken for one."""
     config = {
         name: value for name, value in STATE_MODELS["granitemoehybrid"]().to_dict().items() if "layer" not in name
     }

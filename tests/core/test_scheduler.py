@@ -90,11 +90,6 @@ class Setup:
         sequence.is_wanted = False
         return sequence
 
-    def beams(self, tokens: int | list[int], num_rows: int, **options: Any) -> list[Sequence]:
-        """A group of so many rows after one computed prompt."""
-        first = self.computed(tokens, **options)
-        return [first, *(self.scheduler.fork(first) for _ in range(num_rows - 1))]
-
     def table(self, sequence: Sequence) -> list[int]:
         return self.manager.block_table(sequence.seq_id).copy()
 
@@ -108,22 +103,6 @@ def status(*sequences: Sequence) -> list[SequenceStatus]:
 
 
 # Budget and order
-
-
-def test_a_step_holds_everything_that_fits() -> None:
-    setup = Setup()
-    a, b, c = setup.add(3), setup.add(1), setup.add(4)
-    step = setup.scheduler.schedule()
-    assert step.chunks == [(1, 0, 3), (2, 0, 1), (3, 0, 4)]
-    assert step.block_copies == step.swap_outs == step.swap_ins == []
-    assert step.new_blocks == setup.table(a) + setup.table(b) + setup.table(c)
-    assert a.num_computed_tokens == 0, "nothing is computed before update()"
-    assert setup.scheduler.queues.is_in_flight(a.group)
-    setup.scheduler.update(step)
-    assert [s.num_uncomputed_tokens for s in (a, b, c)] == [0, 0, 0]
-    assert not setup.scheduler.queues.is_in_flight(a.group) and not setup.scheduler.queues.has_work
-    queues = setup.scheduler.queues
-    assert (queues.num_running, queues.num_waiting, queues.num_swapped) == (3, 0, 0)
 
 
 def test_prompts_are_chunked_to_the_token_budget() -> None:
@@ -162,52 +141,10 @@ def test_decodes_go_before_prefill_chunks_and_these_before_new_prompts() -> None
     assert sum(n for _, _, n in step.chunks) == 4
 
 
-def test_max_num_seqs_bounds_the_rows_of_a_step() -> None:
-    setup = Setup(max_num_seqs=2)
-    for _ in range(5):
-        setup.add(1)
-    assert [len(step.chunks) for step in setup.run()] == [2, 2, 1]
-
-
-def test_max_tokens_makes_one_step_smaller() -> None:
-    setup = Setup(budget=4)
-    setup.add(9)
-    assert [setup.step(max_tokens=n).chunks for n in (2, 50, None)] == [[(1, 0, 2)], [(1, 2, 4)], [(1, 6, 3)]]
-
-
 def test_first_come_first_served_within_a_priority() -> None:
     setup = Setup(max_num_seqs=1)
     setup.add(1, priority=1), setup.add(1), setup.add(1, priority=-1), setup.add(1), setup.add(1, priority=-1)
     assert [step.chunks[0][0] for step in setup.run()] == [3, 5, 2, 4, 1]
-
-
-def test_an_unwanted_sequence_stays_pending() -> None:
-    setup = Setup()
-    a, b = setup.add(2, is_wanted=False), setup.add(3)
-    assert [step.chunks for step in setup.run()] == [[(2, 0, 3)]]
-    assert not setup.scheduler.queues.has_work and a.num_uncomputed_tokens == 2 and a.num_wanted_tokens == 0
-    a.is_wanted = True
-    setup.scheduler.queues.wake(a.group)
-    assert setup.scheduler.queues.has_work and [step.chunks for step in setup.run()] == [[(1, 0, 2)]]
-    assert b.num_uncomputed_tokens == 0
-
-
-@pytest.mark.parametrize("where", ["waiting", "swapped"])
-def test_who_gave_up_waiting_is_passed_over(where: str) -> None:
-    setup = Setup(num_blocks=4, num_swap_blocks=4, prefers_swap=True)
-    a = setup.add(4) if where == "waiting" else setup.computed(4)
-    if where == "swapped":
-        setup.scheduler.preemption.preempt(a.group)
-        setup.extend(a)
-    assert setup.scheduler.queues.has_work
-    a.is_wanted = False  # the scheduler is not told
-    assert not setup.scheduler.queues.has_work
-    b = setup.add(2)
-    assert setup.step().chunks[0][0] == b.seq_id
-    a.is_wanted = True
-    setup.scheduler.queues.wake(a.group)
-    setup.run()
-    assert a.num_uncomputed_tokens == 0
 
 
 # Batch keys and owners
@@ -224,13 +161,6 @@ def test_groups_of_different_batch_keys_alternate() -> None:
     # The second "a" waits behind the first "b": order of arrival goes before full steps.
     assert seen[:2] == ["a", "b"] and set(seen[2:]) == {"aa", "bb"} and seen[2:] == [seen[2], seen[3]] * 2
     assert all(row.num_computed_tokens > 2 for row in rows)
-
-
-def test_two_prefills_of_different_keys_do_not_share_a_step() -> None:
-    setup = Setup(num_blocks=64, budget=9)
-    a, b = setup.computed(1, batch_key="a"), setup.computed(1, batch_key="b")
-    setup.extend(a, b, num_tokens=3)
-    assert [step.chunks for step in setup.run()] == [[(1, 1, 3)], [(2, 1, 3)]]
 
 
 def test_a_key_without_work_costs_no_step() -> None:
@@ -288,45 +218,6 @@ def test_a_watermark_is_kept_for_what_runs() -> None:
     alone = Setup(num_blocks=300)
     alone.add(600)
     assert len(alone.step().chunks) == 1, "an empty pool needs no watermark"
-
-
-def test_nobody_is_admitted_past_one_that_does_not_fit() -> None:
-    setup = Setup(num_blocks=8)
-    setup.extend(setup.computed(6))
-    big, small = setup.add(12), setup.add(1)
-    assert setup.step().chunks == [(1, 6, 1)]
-    assert status(big, small) == [WAITING, WAITING]
-
-
-def test_admission_takes_nothing_from_running_groups() -> None:
-    setup = Setup(num_blocks=6)
-    a, b = setup.computed(4), setup.computed(4)
-    setup.extend(a, b)
-    first = setup.add(1, priority=-1)
-    step = setup.step()
-    assert list(step.seq_ids) == ids(a, b), "not even for a higher priority"
-    assert status(first) == [WAITING] and setup.scheduler.preemption.num_preemptions == 0
-
-
-def test_when_blocks_run_out_nobody_is_admitted() -> None:
-    setup = Setup(num_blocks=4)
-    a, b = setup.computed(4), setup.computed(4)
-    setup.extend(a, b)
-    c = setup.add(1)
-    assert setup.step().chunks == [(a.seq_id, 4, 1)]
-    assert status(a, b, c) == [RUNNING, WAITING, WAITING]
-    assert setup.pool.num_free == 1, "c would have fitted"
-
-
-def test_all_rows_of_a_group_run_or_none() -> None:
-    setup = Setup(num_blocks=5)
-    beams = setup.beams(4, 3)
-    older = setup.computed(2, priority=-1)
-    setup.extend(*beams)
-    assert setup.pool.num_free == 2 and setup.step().chunks == [], "three blocks are needed"
-    assert [len(setup.table(s)) for s in (*beams, older)] == [2, 2, 2, 1], "and none is taken"
-    setup.scheduler.free(older)
-    assert list(setup.step().seq_ids) == ids(*beams)
 
 
 def test_rows_of_one_prompt_compute_it_once() -> None:
@@ -388,23 +279,7 @@ def test_a_stalled_prompt_counts_one_query() -> None:
     assert setup.table(big) == [] and big.num_computed_tokens == 0
 
 
-# Sharing and copies
-
-
 # Preemption
-
-
-def test_the_newest_group_is_preempted_first_and_as_a_whole() -> None:
-    setup = Setup(num_blocks=8)
-    old, *middle = setup.computed(4), *setup.beams(4, 2)
-    new = setup.beams(4, 2)
-    setup.extend(old, *middle, *new)
-    step = setup.step()
-    assert list(step.seq_ids) == ids(old, *middle)
-    assert step.num_preempted == setup.scheduler.preemption.num_preemptions == 2
-    assert [len(setup.table(s)) for s in (old, *middle, *new)] == [3, 3, 3, 0, 0]
-    assert status(old, middle[0], new[0]) == [RUNNING, RUNNING, WAITING]
-    assert [s.num_computed_tokens for s in new] == [0, 0]
 
 
 def test_the_newest_runs_only_if_it_needs_nobody_elses_blocks() -> None:
@@ -415,23 +290,6 @@ def test_the_newest_runs_only_if_it_needs_nobody_elses_blocks() -> None:
     assert status(old, new) == [RUNNING, RUNNING]
     assert list(setup.step(forced=True).seq_ids) == ids(new), "unless nothing else could ever run"
     assert status(old, new) == [WAITING, RUNNING]
-
-
-def test_a_lower_priority_is_preempted_before_a_newer_group() -> None:
-    setup = Setup(num_blocks=6)
-    a, low, new = setup.computed(4), setup.computed(4, priority=1), setup.computed(4)
-    setup.extend(a)
-    setup.step()
-    assert status(a, low, new) == [RUNNING, WAITING, RUNNING]
-
-
-def test_idle_groups_go_first_however_old() -> None:
-    setup = Setup(num_blocks=6)
-    idle, a, new = setup.computed(4), setup.computed(4), setup.computed(4)
-    idle.group.is_idle = True
-    setup.extend(a)
-    setup.step()
-    assert status(idle, a, new) == [WAITING, RUNNING, RUNNING]
 
 
 def test_an_idle_group_makes_room_for_a_waiting_one() -> None:
@@ -451,16 +309,6 @@ def test_an_idle_group_that_just_ran_may_be_preempted_in_the_next_step() -> None
     setup.extend(a)
     assert list(setup.step().seq_ids) == ids(a)
     assert status(idle, a) == [WAITING, RUNNING]
-
-
-def test_a_pinned_group_is_not_preempted() -> None:
-    setup = Setup(num_blocks=6)
-    a, b, pinned = setup.computed(4), setup.computed(4), setup.computed(4)
-    pinned.group.num_pins += 1
-    pinned.group.is_idle = True
-    setup.extend(a)
-    setup.step()
-    assert status(a, b, pinned) == [RUNNING, WAITING, RUNNING]
 
 
 def test_no_more_is_preempted_than_needed() -> None:
@@ -486,25 +334,6 @@ def test_a_preempted_sequence_comes_back_to_what_is_still_cached() -> None:
 # Swap
 
 
-def test_a_block_that_is_still_cached_is_not_copied_back() -> None:
-    setup = Setup(num_blocks=8, num_swap_blocks=8, prefers_swap=True)
-    a = setup.computed([1, 2, 3, 4, 5])
-    table = setup.table(a)
-    setup.scheduler.preemption.preempt(a.group)
-    setup.extend(a)
-    step = setup.step()
-    assert len(step.swap_ins) == 1 and setup.table(a)[:2] == table[:2]
-
-
-def test_what_cannot_be_computed_again_is_swapped() -> None:
-    setup = Setup(num_blocks=4, num_swap_blocks=4)
-    a, kept = setup.computed(4), setup.computed(4, is_recomputable=False)
-    setup.extend(a)
-    step = setup.step()
-    assert len(step.swap_outs) == 2 and status(a, kept) == [RUNNING, SWAPPED]
-    assert (setup.scheduler.preemption.num_swapped_out, setup.scheduler.preemption.num_preemptions) == (1, 1)
-
-
 def test_without_room_in_cpu_memory_a_group_is_dropped_if_it_can_be() -> None:
     setup = Setup(num_blocks=6, num_swap_blocks=1, prefers_swap=True)
     a, kept, known = setup.computed(4), setup.computed(4, is_recomputable=False), setup.computed(4)
@@ -512,91 +341,7 @@ def test_without_room_in_cpu_memory_a_group_is_dropped_if_it_can_be() -> None:
     assert setup.step().swap_outs == [] and status(a, kept, known) == [RUNNING, RUNNING, WAITING]
 
 
-def test_swapped_groups_come_back_before_waiting_ones_are_admitted() -> None:
-    setup = Setup(num_blocks=6, num_swap_blocks=6, prefers_swap=True)
-    a, b = setup.computed(4), setup.computed(4)
-    setup.scheduler.preemption.preempt(b.group)
-    setup.computed(2)
-    setup.extend(b)
-    first = setup.add(1, priority=-1)
-    setup.extend(a)
-    assert list(setup.step().seq_ids) == ids(a), "two blocks are free, three and a watermark are needed"
-    assert status(b, first) == [SWAPPED, WAITING], "it would have fitted, but not past a swapped group"
-    setup.scheduler.free(a)
-    assert list(setup.step().seq_ids) == ids(b, first)
-
-
-def test_a_step_that_swaps_in_does_not_swap_out_any_more() -> None:
-    """Its swap-outs come first, and would go to the CPU blocks that the swap-ins read."""
-    setup = Setup(num_blocks=8, num_swap_blocks=8, prefers_swap=True)
-    a, b = setup.computed(4, is_recomputable=False), setup.computed(4, is_recomputable=False)
-    for sequence in (a, b):
-        setup.scheduler.preemption.preempt(sequence.group)
-    idle = setup.computed(8, is_recomputable=False)
-    idle.group.is_idle = True
-    setup.extend(a, b)
-    step = setup.step()
-    assert list(step.seq_ids) == ids(a) and len(step.swap_ins) == 2 and step.swap_outs == []
-    step = setup.step()
-    assert list(step.seq_ids) == ids(b) and len(step.swap_outs) == 4
-
-
-def test_a_swapped_group_comes_back_only_with_room_for_its_copies() -> None:
-    """Two rows that write into one shared partial block take a copy and perhaps a block behind it."""
-    setup = Setup(num_blocks=8, block_size=4, num_swap_blocks=8, prefers_swap=True, caching=False)
-    rows = setup.beams(3, 2)
-    setup.scheduler.preemption.preempt(rows[0].group)
-    blocker = setup.computed(16, is_recomputable=False)
-    setup.extend(*rows, num_tokens=2)
-    step = setup.step()  # one to swap in, one to copy, two to grow: exactly what is free, but for the watermark
-    assert step.chunks == step.swap_ins == [] and status(rows[0], blocker) == [SWAPPED, RUNNING]
-    step = setup.step(forced=True)
-    assert len(step.chunks) == 2 and len(step.swap_ins) == 1 and len(step.block_copies) == 1
-    assert setup.pool.num_free == 0 and status(blocker) == [RUNNING]
-
-
-def test_a_swapped_group_that_outgrows_the_pool_is_computed_again_row_by_row() -> None:
-    setup = Setup(num_blocks=5, num_swap_blocks=5, prefers_swap=True)
-    rows = setup.beams(6, 2)
-    setup.extend(*rows)
-    setup.run()  # three blocks shared, one each
-    setup.scheduler.preemption.preempt(rows[0].group)
-    for row in rows:
-        row.is_wanted = False
-    setup.extend(*rows, num_tokens=2)
-    assert setup.step().chunks == []
-    for _ in range(8):
-        ran = setup.step(forced=True).seq_ids
-        for row in rows:
-            row.is_wanted &= row.seq_id not in ran or row.num_uncomputed_tokens > 0
-        if not setup.scheduler.queues.has_work:
-            break
-    assert not setup.scheduler.queues.has_work, "both rows had their turn"
-
-
-def test_preempt_all_is_all_or_nothing() -> None:
-    setup = Setup(num_swap_blocks=16)
-    a, b, kept = setup.computed(2), setup.computed(2), setup.computed(2, is_recomputable=False)
-    assert setup.scheduler.preemption.preempt_all() == 1
-    assert setup.scheduler.preemption.num_preemptions == 0 and status(a, b, kept) == [RUNNING] * 3
-    setup.scheduler.free(kept)
-    a.group.num_pins = 1
-    assert setup.scheduler.preemption.preempt_all() == 1 and status(a, b) == [RUNNING] * 2
-    a.group.num_pins = 0
-    assert setup.scheduler.preemption.preempt_all() == 0
-    assert status(a, b) == [WAITING] * 2 and setup.pool.num_in_use == setup.scheduler.queues.num_running == 0
-
-
 # Forced steps
-
-
-def test_forced_runs_the_first_in_line_whoever_has_to_go() -> None:
-    setup = Setup(num_blocks=4)
-    older, newer = setup.computed(4), setup.computed(4)
-    c = setup.add(8)
-    assert setup.step().chunks == []
-    step = setup.step(forced=True)
-    assert step.chunks == [(c.seq_id, 0, 8)] and status(older, newer) == [WAITING, WAITING]
 
 
 def test_forced_is_for_the_first_one_only() -> None:
@@ -607,51 +352,6 @@ def test_forced_is_for_the_first_one_only() -> None:
     step = setup.step(forced=True)
     assert list(step.seq_ids) == ids(a), "b may not take from an older group"
     assert status(idle_older, a, b) == [RUNNING, RUNNING, WAITING]
-
-
-def test_a_group_that_does_not_fit_as_a_whole_runs_row_by_row() -> None:
-    setup = Setup(num_blocks=4)
-    rows = setup.beams(6, 3)
-    setup.extend(*rows, num_tokens=2)
-    done = []
-    for _ in range(9):
-        step = setup.step()
-        step = step if step.chunks else setup.step(forced=True)
-        for row in rows:
-            if row.seq_id in step.seq_ids and row.num_uncomputed_tokens == 0:
-                done.append(row)
-                row.is_wanted = False  # its logits are out
-        if not setup.scheduler.queues.has_work:
-            break
-    assert done == rows
-
-
-def test_rows_of_a_pinned_group_are_not_dropped_for_each_other() -> None:
-    setup = Setup(num_blocks=4)
-    rows = setup.beams(6, 2)
-    rows[0].group.num_pins += 1
-    setup.extend(*rows, num_tokens=2)
-    assert setup.step(forced=True).chunks == [(rows[0].seq_id, 6, 2)], "there is room for one"
-    rows[0].is_wanted = False
-    with pytest.raises(OutOfBlocksError) as caught:
-        setup.step(forced=True)
-    assert caught.value.group is rows[0].group and caught.value.needed > caught.value.free == 0
-    assert [s.num_computed_tokens for s in rows] == [8, 6]
-
-
-def test_out_of_blocks_leaves_a_waiting_group_waiting() -> None:
-    setup = Setup(num_blocks=4, num_swap_blocks=4, prefers_swap=True)
-    setup.scheduler.free(setup.computed([1, 2, 3, 4]))
-    pinned, other = setup.computed(2, is_recomputable=False), setup.computed(2)
-    pinned.group.num_pins += 1
-    big = setup.add([1, 2, 3, 4, *range(10, 20)])
-    with pytest.raises(OutOfBlocksError) as caught:
-        setup.step(forced=True)
-    assert caught.value.group is big.group and (caught.value.needed, caught.value.free) == (7, 3)
-    assert len(caught.value.swap_outs) == 1 and status(big, other) == [WAITING, SWAPPED], "its swap has to be executed"
-    assert setup.table(big) == [] and not setup.scheduler.queues.is_in_flight(big.group)
-    setup.scheduler.free(big)
-    setup.manager.check_invariants()
 
 
 # Idle time, crop, undo, nested steps

@@ -9,7 +9,6 @@ import pytest
 
 from helpers.event_ledger import Ledger
 from hf_paged.core.batch import Batch
-from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import Sequence
@@ -177,31 +176,6 @@ def manager(num_blocks: int = 12, state_blocks: int = 2) -> StateBlockManager:
     return StateBlockManager(num_blocks, 2, state_blocks=state_blocks)
 
 
-def test_a_failed_allocation_changes_nothing() -> None:
-    """Would break: a state that is taken for tokens that find no room."""
-    blocks = manager(num_blocks=4)
-    blocks.add(1)
-    assert blocks.append_need([(1, 6)]) == 5
-    with pytest.raises(OutOfBlocksError):
-        blocks.append([(1, 6)])
-    assert blocks.pool.num_free == 4 and blocks.all_blocks(1) == []
-    assert blocks.append([(1, 4)]) == [] and blocks.pool.num_free == 0
-
-
-def test_copied_before_the_first_of_two_goes_on() -> None:
-    """Would break: a parent and its fork that write to one state, or a copy too many."""
-    blocks = manager()
-    blocks.add(1)
-    blocks.append([(1, 2)])
-    blocks.fork(1, 2)
-    assert blocks.num_states == 1 and blocks.states([1]) == blocks.states([2])
-    shared = blocks.states([1]).tolist()
-    copies = blocks.append([(2, 1)])
-    assert copies == list(zip(shared, blocks.states([2]).tolist())) and blocks.states([1]).tolist() == shared
-    assert blocks.append([(1, 1)]) == [], "the last holder keeps it"
-    blocks.check_invariants()
-
-
 def test_a_kept_state_is_left_alone_while_there_is_room() -> None:
     """Would break: prefix hits that end with the first one, and a pool that is full of what is kept."""
     blocks, prompt = manager(num_blocks=9), [1, 2, 3, 4, 5]
@@ -270,13 +244,3 @@ def test_a_budget_with_one_token_left() -> None:
     while step():
         pass
     assert prompt.num_computed_tokens == 12
-
-
-def test_other_models_have_none() -> None:
-    """Would break: a step of a plain model that carries anything for states."""
-    plain = Scheduler(BlockManager(4, 2), 8, 4)
-    sequence = plain.new_sequence()
-    sequence.token_ids, sequence.num_tokens, sequence.is_wanted = [1], 1, True
-    plain.queues.wake(sequence.group)
-    batch = plain.schedule()
-    assert not batch.state_blocks and not batch.nums_at_once

@@ -531,6 +531,7 @@ class World:
             assert step.logit_starts[row + 1] == len(logit_rows)
         assert step.token_ids.tolist() == ids and step.num_tokens == len(ids)
         assert step.logit_rows.tolist() == logit_rows
+        assert not step.state_blocks and not step.nums_at_once, "these layers keep no states"
         assert [group.blocks.tolist() for group in step.tables] == blocks
         assert pickle.loads(pickle.dumps(step)) == step
 

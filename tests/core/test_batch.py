@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 from array import array
 from dataclasses import FrozenInstanceError
@@ -25,22 +24,6 @@ def batch_of(*chunks: Chunk, tables: list[list[int]] | None = None, **facts: Any
     tables = tables or [[row] for row, _ in enumerate(chunks)]
     facts = {"number": 1, "batch_key": None, "num_preempted": 0, "is_stalled": False} | facts
     return lay_out(list(chunks), [[array("i", table) for table in tables]], BlockMoves(new_blocks=[3]), **facts)
-
-
-def test_rows_lie_side_by_side() -> None:
-    batch = batch_of(
-        (sequence(7, [10, 11, 12], position_offset=2), 2, 1),
-        (sequence(8, [20, 21, 22, 23, 24]), 1, 3),
-        tables=[[4, 5], [9]],
-    )
-    assert batch.chunks == [(7, 2, 1), (8, 1, 3)]
-    assert (batch.num_seqs, batch.num_tokens, batch.is_decode) == (2, 4, False)
-    assert (batch.token_ids.tolist(), batch.positions.tolist()) == ([12, 21, 22, 23], [4, 1, 2, 3])
-    (tables,) = batch.tables
-    assert (tables.blocks.tolist(), tables.counts.tolist()) == ([4, 5, 9], [2, 1])
-    assert memoryview(tables.blocks).itemsize == 4 and memoryview(batch.token_ids).itemsize == 8
-    assert (batch.logit_rows.tolist(), batch.logit_starts.tolist()) == ([0], [0, 1, 1]), "the prompt goes on"
-    assert batch.placeholders is None and not batch.embedded
 
 
 @pytest.mark.parametrize("has_prompt", [False, True])
@@ -110,14 +93,6 @@ def test_a_decode_at_a_position_of_its_own(at: int) -> None:
     assert batch.token_ids[at] == 20 and batch.positions[at] == 9 and batch.is_decode
 
 
-def test_given_tokens_are_told_apart() -> None:
-    """Would break: a prefix hit between tokens of other ids, positions or embeddings; none between equal ones."""
-    tokens = [GivenToken.at(p, i) for p in (0, 1, 2**31 - 1) for i in (0, 1, 5)]
-    tokens += [GivenToken.embedded(0, "states", 0), GivenToken.embedded(0, "states", 0)]
-    assert len(set(tokens)) == len(tokens)
-    assert GivenToken.at(7, 5) == GivenToken.at(7, 5)
-
-
 def test_which_logits_are_wanted() -> None:
     """In the caller's order, as far as the chunk holds them; without a wish the last token's."""
     first = sequence(1, [1, 2, 3, 4], wanted=[3, 1, 1, 0])
@@ -182,12 +157,14 @@ def test_it_comes_out_as_it_went_in(batch: Batch) -> None:
 
 
 def test_given_tokens_are_told_apart_by_all_they_were_given() -> None:
-    """Would break: a prefix hit for the same embedding elsewhere, or for a token of another run."""
-    tokens = [GivenToken.at((1, 2, 3), 5), GivenToken.at((1, 2, 4), 5), GivenToken.at((1, 2, 3), 6)]
+    """Would break: a prefix hit between tokens of other ids, positions, embeddings or runs; none between equal ones."""
+    tokens = [GivenToken.at(place, number) for place in (0, 1, 2**31 - 1, (1, 2, 3), (1, 2, 4)) for number in (0, 1, 5)]
+    tokens += [GivenToken.embedded(0, "states", 0), GivenToken.embedded(0, "states", 0)]
     tokens += [GivenToken.embedded(place, "states", 0, content) for place in (3, (3, 4)) for content in (b"a", b"b")]
     tokens += [GivenToken.within(whole, 0, 5, 0) for whole in (b"one", b"other")]
     assert len(set(tokens)) == len(tokens)
-    assert GivenToken.embedded((3, 4), "other states", 7, b"a") == tokens[5]
+    assert GivenToken.embedded((3, 4), "other states", 7, b"a") == tokens[19]
+    assert GivenToken.at(7, 5) == GivenToken.at(7, 5)
 
 
 def test_chunks_do_not_cut_runs_of_tokens_that_see_each_other() -> None:

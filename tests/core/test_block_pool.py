@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from hf_paged.core.block_pool import BlockPool
@@ -35,12 +37,6 @@ def test_plain_blocks_are_reused_before_cached_ones_and_cached_ones_oldest_first
     pool.check()
 
 
-@pytest.mark.parametrize("num_blocks", [0, -3])
-def test_a_pool_has_at_least_one_block(num_blocks: int) -> None:
-    with pytest.raises(ValueError, match=f"got {num_blocks}"):
-        BlockPool(num_blocks)
-
-
 def test_misuse_raises_with_the_value_and_changes_nothing() -> None:
     pool = cached_pool(3, hashed=[0])
     pool.decref(1)
@@ -66,61 +62,25 @@ def test_misuse_raises_with_the_value_and_changes_nothing() -> None:
     assert (pool.num_free, pool.lookup(hash_of(9)), pool.lookup(hash_of(1))) == (1, None, None)
 
 
-def corrupt_link(pool: BlockPool) -> None:
-    pool._blocks[0].next = 0
+CORRUPTIONS: dict[str, Callable[[BlockPool], object]] = {
+    "link": lambda pool: setattr(pool._blocks[0], "next", 0),
+    "back link": lambda pool: setattr(pool._blocks[1], "prev", 1),
+    "ref count": lambda pool: setattr(pool._blocks[0], "ref_count", 1),
+    "leaked block": lambda pool: setattr(pool._blocks[3], "ref_count", 0),
+    "count": lambda pool: setattr(pool, "num_free", pool.num_free + 1),
+    "cached count": lambda pool: setattr(pool, "num_cached_free", pool.num_cached_free + 1),
+    "index": lambda pool: pool._index.update({hash_of(7): 1}),
+    "hash": lambda pool: setattr(pool._blocks[3], "block_hash", hash_of(3)),
+    "peak": lambda pool: setattr(pool, "peak_in_use", 0),
+}
 
 
-def corrupt_back_link(pool: BlockPool) -> None:
-    pool._blocks[1].prev = 1
-
-
-def corrupt_ref_count(pool: BlockPool) -> None:
-    pool._blocks[0].ref_count = 1
-
-
-def corrupt_leaked_block(pool: BlockPool) -> None:
-    pool._blocks[3].ref_count = 0
-
-
-def corrupt_count(pool: BlockPool) -> None:
-    pool.num_free += 1
-
-
-def corrupt_cached_count(pool: BlockPool) -> None:
-    pool.num_cached_free += 1
-
-
-def corrupt_index(pool: BlockPool) -> None:
-    pool._index[hash_of(7)] = 1
-
-
-def corrupt_hash(pool: BlockPool) -> None:
-    pool._blocks[3].block_hash = hash_of(3)
-
-
-def corrupt_peak(pool: BlockPool) -> None:
-    pool.peak_in_use = 0
-
-
-@pytest.mark.parametrize(
-    "corrupt",
-    [
-        corrupt_link,
-        corrupt_back_link,
-        corrupt_ref_count,
-        corrupt_leaked_block,
-        corrupt_count,
-        corrupt_cached_count,
-        corrupt_index,
-        corrupt_hash,
-        corrupt_peak,
-    ],
-)
-def test_check_notices_a_corrupted_pool(corrupt) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_check_notices_a_corrupted_pool(name: str) -> None:
     pool = cached_pool(4, hashed=[2])
     pool.free([0, 1])
     pool.check()
-    corrupt(pool)
+    CORRUPTIONS[name](pool)
     with pytest.raises(AssertionError) as caught:
         pool.check()
     assert str(caught.value)

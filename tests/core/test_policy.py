@@ -83,6 +83,14 @@ def priority_last(group: SequenceGroup) -> tuple[int, ...]:
     return -group.priority, group.arrival
 
 
+def prompt(scheduler: Scheduler, priority: int = 0) -> Any:
+    """A sequence of three tokens that is waited for."""
+    sequence = scheduler.new_sequence(scheduler.new_group(priority))
+    sequence.token_ids, sequence.num_tokens, sequence.is_wanted = [1, 2, 3], 3, True
+    scheduler.queues.wake(sequence.group)
+    return sequence
+
+
 @pytest.mark.parametrize(("order", "expected"), [(None, [2, 1]), (priority_last, [1, 2])])
 def test_the_order_is_the_policys(
     order: Callable[[SequenceGroup], tuple[int, ...]] | None, expected: list[int]
@@ -93,9 +101,7 @@ def test_the_order_is_the_policys(
         policy.order = order  # type: ignore[method-assign]
     scheduler = Scheduler(manager, 100, 1, policy=policy)
     for priority in (1, 0):
-        sequence = scheduler.new_sequence(scheduler.new_group(priority))
-        sequence.token_ids, sequence.num_tokens, sequence.is_wanted = [1, 2, 3], 3, True
-        scheduler.queues.wake(sequence.group)
+        prompt(scheduler, priority)
     ran = []
     for _ in range(2):
         step = scheduler.schedule()
@@ -116,20 +122,13 @@ def test_a_policy_that_says_not_now_is_asked_in_every_step() -> None:
 
     manager = BlockManager(16, 2)
     scheduler = Scheduler(manager, 100, 8, policy=Later(16))
-    sequences = []
-    for _ in range(2):
-        sequence = scheduler.new_sequence()
-        sequence.token_ids, sequence.num_tokens, sequence.is_wanted = [1, 2, 3], 3, True
-        scheduler.queues.wake(sequence.group)
-        sequences.append(sequence)
+    first, _ = prompt(scheduler), prompt(scheduler)
     rows = []
     for _ in range(3):
         step = scheduler.schedule()
         rows.append(step.num_seqs)
         assert step.is_stalled == (step.num_seqs < 2)
         scheduler.update(step)
-        first = sequences[0]
-        assert first.token_ids is not None
         first.token_ids.append(4)
         first.num_tokens += 1
         scheduler.queues.wake(first.group)

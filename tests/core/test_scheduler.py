@@ -90,6 +90,11 @@ class Setup:
         sequence.is_wanted = False
         return sequence
 
+    def beams(self, tokens: int | list[int], num_rows: int, **options: Any) -> list[Sequence]:
+        """A group of so many rows after one computed prompt."""
+        first = self.computed(tokens, **options)
+        return [first, *(self.scheduler.fork(first) for _ in range(num_rows - 1))]
+
     def table(self, sequence: Sequence) -> list[int]:
         return self.manager.block_table(sequence.seq_id).copy()
 
@@ -145,6 +150,35 @@ def test_first_come_first_served_within_a_priority() -> None:
     setup = Setup(max_num_seqs=1)
     setup.add(1, priority=1), setup.add(1), setup.add(1, priority=-1), setup.add(1), setup.add(1, priority=-1)
     assert [step.chunks[0][0] for step in setup.run()] == [3, 5, 2, 4, 1]
+
+
+def test_an_unwanted_sequence_stays_pending() -> None:
+    setup = Setup()
+    a, b = setup.add(2, is_wanted=False), setup.add(3)
+    assert [step.chunks for step in setup.run()] == [[(2, 0, 3)]]
+    assert not setup.scheduler.queues.has_work and a.num_uncomputed_tokens == 2 and a.num_wanted_tokens == 0
+    a.is_wanted = True
+    setup.scheduler.queues.wake(a.group)
+    assert setup.scheduler.queues.has_work and [step.chunks for step in setup.run()] == [[(1, 0, 2)]]
+    assert b.num_uncomputed_tokens == 0
+
+
+@pytest.mark.parametrize("where", ["waiting", "swapped"])
+def test_who_gave_up_waiting_is_passed_over(where: str) -> None:
+    setup = Setup(num_blocks=4, num_swap_blocks=4, prefers_swap=True)
+    a = setup.add(4) if where == "waiting" else setup.computed(4)
+    if where == "swapped":
+        setup.scheduler.preemption.preempt(a.group)
+        setup.extend(a)
+    assert setup.scheduler.queues.has_work
+    a.is_wanted = False  # the scheduler is not told
+    assert not setup.scheduler.queues.has_work
+    b = setup.add(2)
+    assert setup.step().chunks[0][0] == b.seq_id
+    a.is_wanted = True
+    setup.scheduler.queues.wake(a.group)
+    setup.run()
+    assert a.num_uncomputed_tokens == 0
 
 
 # Batch keys and owners
@@ -218,6 +252,26 @@ def test_a_watermark_is_kept_for_what_runs() -> None:
     alone = Setup(num_blocks=300)
     alone.add(600)
     assert len(alone.step().chunks) == 1, "an empty pool needs no watermark"
+
+
+def test_admission_takes_nothing_from_running_groups() -> None:
+    setup = Setup(num_blocks=6)
+    a, b = setup.computed(4), setup.computed(4)
+    setup.extend(a, b)
+    first = setup.add(1, priority=-1)
+    step = setup.step()
+    assert list(step.seq_ids) == ids(a, b), "not even for a higher priority"
+    assert status(first) == [WAITING] and setup.scheduler.preemption.num_preemptions == 0
+
+
+def test_when_blocks_run_out_nobody_is_admitted() -> None:
+    setup = Setup(num_blocks=4)
+    a, b = setup.computed(4), setup.computed(4)
+    setup.extend(a, b)
+    c = setup.add(1)
+    assert setup.step().chunks == [(a.seq_id, 4, 1)]
+    assert status(a, b, c) == [RUNNING, WAITING, WAITING]
+    assert setup.pool.num_free == 1, "c would have fitted"
 
 
 def test_rows_of_one_prompt_compute_it_once() -> None:
@@ -341,6 +395,54 @@ def test_without_room_in_cpu_memory_a_group_is_dropped_if_it_can_be() -> None:
     assert setup.step().swap_outs == [] and status(a, kept, known) == [RUNNING, RUNNING, WAITING]
 
 
+def test_a_step_that_swaps_in_does_not_swap_out_any_more() -> None:
+    """Its swap-outs come first, and would go to the CPU blocks that the swap-ins read."""
+    setup = Setup(num_blocks=8, num_swap_blocks=8, prefers_swap=True)
+    a, b = setup.computed(4, is_stale=True), setup.computed(4, is_stale=True)
+    for sequence in (a, b):
+        setup.scheduler.preemption.preempt(sequence.group)
+    idle = setup.computed(8, is_stale=True)
+    idle.group.is_idle = True
+    setup.extend(a, b)
+    step = setup.step()
+    assert list(step.seq_ids) == ids(a) and len(step.swap_ins) == 2 and step.swap_outs == []
+    step = setup.step()
+    assert list(step.seq_ids) == ids(b) and len(step.swap_outs) == 4
+
+
+def test_a_swapped_group_comes_back_only_with_room_for_its_copies() -> None:
+    """Two rows that write into one shared partial block take a copy and perhaps a block behind it."""
+    setup = Setup(num_blocks=8, block_size=4, num_swap_blocks=8, prefers_swap=True, caching=False)
+    rows = setup.beams(3, 2)
+    setup.scheduler.preemption.preempt(rows[0].group)
+    blocker = setup.computed(16, is_stale=True)
+    setup.extend(*rows, num_tokens=2)
+    step = setup.step()  # one to swap in, one to copy, two to grow: exactly what is free, but for the watermark
+    assert step.chunks == step.swap_ins == [] and status(rows[0], blocker) == [SWAPPED, RUNNING]
+    step = setup.step(forced=True)
+    assert len(step.chunks) == 2 and len(step.swap_ins) == 1 and len(step.block_copies) == 1
+    assert setup.pool.num_free == 0 and status(blocker) == [RUNNING]
+
+
+def test_a_swapped_group_that_outgrows_the_pool_is_computed_again_row_by_row() -> None:
+    setup = Setup(num_blocks=5, num_swap_blocks=5, prefers_swap=True)
+    rows = setup.beams(6, 2)
+    setup.extend(*rows)
+    setup.run()  # three blocks shared, one each
+    setup.scheduler.preemption.preempt(rows[0].group)
+    for row in rows:
+        row.is_wanted = False
+    setup.extend(*rows, num_tokens=2)
+    assert setup.step().chunks == []
+    for _ in range(8):
+        ran = setup.step(forced=True).seq_ids
+        for row in rows:
+            row.is_wanted &= row.seq_id not in ran or row.num_uncomputed_tokens > 0
+        if not setup.scheduler.queues.has_work:
+            break
+    assert not setup.scheduler.queues.has_work, "both rows had their turn"
+
+
 # Forced steps
 
 
@@ -352,6 +454,23 @@ def test_forced_is_for_the_first_one_only() -> None:
     step = setup.step(forced=True)
     assert list(step.seq_ids) == ids(a), "b may not take from an older group"
     assert status(idle_older, a, b) == [RUNNING, RUNNING, WAITING]
+
+
+def test_a_group_that_does_not_fit_as_a_whole_runs_row_by_row() -> None:
+    setup = Setup(num_blocks=4)
+    rows = setup.beams(6, 3)
+    setup.extend(*rows, num_tokens=2)
+    done = []
+    for _ in range(9):
+        step = setup.step()
+        step = step if step.chunks else setup.step(forced=True)
+        for row in rows:
+            if row.seq_id in step.seq_ids and row.num_uncomputed_tokens == 0:
+                done.append(row)
+                row.is_wanted = False  # its logits are out
+        if not setup.scheduler.queues.has_work:
+            break
+    assert done == rows
 
 
 # Idle time, crop, undo, nested steps

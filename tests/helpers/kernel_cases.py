@@ -91,14 +91,9 @@ def pairwise(axes: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
         best = max(candidates, key=lambda choice: len(pairs_of(choice) & missing))
         missing -= pairs_of(best)
         choices.append({name: axes[name][index] for name, index in zip(names, best)})
-    return choices
-
-
-def assert_pairwise(axes: dict[str, tuple[Any, ...]], choices: list[dict[str, Any]]) -> None:
-    """Asserts that every two values of two axes meet in some choice."""
     for (a, values_a), (b, values_b) in itertools.combinations(axes.items(), 2):
-        met = {(choice[a], choice[b]) for choice in choices}
-        assert met == set(itertools.product(values_a, values_b)), (a, b)
+        assert {(choice[a], choice[b]) for choice in choices} == set(itertools.product(values_a, values_b)), (a, b)
+    return choices
 
 
 def describe(choice: dict[str, Any]) -> str:

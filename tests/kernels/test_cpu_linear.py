@@ -133,19 +133,6 @@ def test_several_weights_in_one_pass(kernel: CPULinear, layout: str, threads: in
         kernel.multiply_all(states, [(weights[0], None), (torch.zeros(4, 4, dtype=kernel.dtype), None)])
 
 
-def test_a_call_that_is_prepared(kernel: CPULinear) -> None:
-    states = random_tensor(5, 40, dtype=kernel.dtype, seed=2)
-    weights = [random_tensor(size, 40, dtype=kernel.dtype, seed=size) for size in (30, 9)]
-    outputs = [states.new_empty(5, 30), states.new_empty(5, 9)]
-    given = [(weight, None, output.data_ptr()) for weight, output in zip(weights, outputs, strict=True)]
-    call, parts = kernel.call(states.data_ptr(), given)
-    parts[1].output, outputs[1] = (moved := torch.empty_like(outputs[1])).data_ptr(), moved
-    call.rows, call.num_threads = 5, 2
-    kernel.function(ctypes.addressof(call))
-    for weight, output in zip(weights, outputs, strict=True):
-        assert torch.equal(output, kernel.multiply(states, weight, None))
-
-
 def test_numbers_that_are_none(kernel: CPULinear) -> None:
     """They stay in their row and, of a weight, in their column, also in a vector that is not full."""
     for layout in LAYOUTS.values():

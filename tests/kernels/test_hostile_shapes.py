@@ -142,12 +142,7 @@ BAD_ROTARIES: dict[str, dict[str, Any]] = {
     "fewer keys": {"key": exact(1, 2, 4, 12)},
     "more keys": {"key": exact(1, 2, 6, 12)},
     "shorter keys": {"key": exact(1, 2, 5, 10)},
-    "odd heads": {
-        "query": exact(1, 3, 5, 3),
-        "key": exact(1, 2, 5, 3),
-        "cos": exact(1, 5, 4),
-        "sin": exact(1, 5, 4),
-    },
+    "odd heads": {"query": exact(1, 3, 5, 3), "key": exact(1, 2, 5, 3), "cos": exact(1, 5, 4), "sin": exact(1, 5, 4)},
     "two dimensions": {"cos": exact(5, 12), "sin": exact(5, 12)},
     "four dimensions": {"cos": exact(1, 1, 5, 12), "sin": exact(1, 1, 5, 12)},
     "a batch": {"query": exact(2, 3, 5, 12)},
@@ -210,7 +205,6 @@ def test_evenly_spaced_rows() -> None:
             elif states.shape[dim] == 1:
                 states = states.expand([*states.shape[:dim], 2, *states.shape[dim + 1 :]])
         step = _row_stride(states)
-        rows = [row.storage_offset() for row in states.reshape(-1, 1).unbind()] if states.ndim == 0 else None
         offsets = torch.zeros(states.shape, dtype=torch.int64)
         for dim, stride in enumerate(states.stride()):
             index = torch.arange(states.shape[dim]) * stride

@@ -17,16 +17,8 @@ import torch
 from torch import Tensor
 
 import hf_paged
-from helpers.kernel_cases import (
-    LAYOUTS,
-    assert_pairwise,
-    describe,
-    pairwise,
-    random_tensor,
-    same_bits,
-    step_metadata,
-    strided,
-)
+from helpers.kernel_cases import LAYOUTS, describe, pairwise, random_tensor, same_bits, step_metadata, strided
+from helpers.kernel_pools import check_written
 from helpers.models import build, random_ids
 from helpers.pairs import logged_messages
 from hf_paged.attention.backends.cpu import CPUBackend
@@ -73,14 +65,10 @@ def error_of(found: Tensor, expected: Tensor) -> float:
 
 
 def check_write(key: Tensor, value: Tensor, slots: list[int], block_size: int, layer: int = 1) -> None:
-    dtype, (num_heads, head_dim) = key.dtype, key.shape[1:]
-    num_blocks = max([0, *slots]) // block_size + 2
-    pool = random_tensor(num_blocks, NUM_LAYERS, 2, num_heads, block_size, head_dim, dtype=dtype, seed=7)
-    expected = pool.clone()
-    mapping = torch.tensor(slots, dtype=torch.int64)
-    reference.reshape_and_cache(key, value, expected, layer, mapping)
-    cpu.StepCalls(kernels_for(dtype, head_dim), pool).write(key, value, layer, mapping)
-    assert same_bits(pool, expected)
+    def write(key: Tensor, value: Tensor, pool: Tensor, layer: int, mapping: Tensor) -> None:
+        cpu.StepCalls(kernels_for(key.dtype, key.shape[2]), pool).write(key, value, layer, mapping)
+
+    check_written(write, key, value, slots, layer, block_size, key.dtype, CPU)
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in ("every other", "dims swapped")])
@@ -250,11 +238,6 @@ class Batch:
         return output
 
 
-def test_pairwise_is_complete() -> None:
-    assert_pairwise(AXES, PAIRWISE)
-    assert len(PAIRWISE) < 90
-
-
 @pytest.mark.parametrize("choice", PAIRWISE + ANY, ids=describe)
 def test_decode(choice: dict[str, Any]) -> None:
     batch = Batch(**choice)
@@ -335,17 +318,6 @@ def test_a_step_of_both_backends(mix: str, dtype: torch.dtype, extra: dict[str, 
     for row in range(num_tokens):
         assert error_of(results[1][row], expected[row]) < TOLERANCE[dtype] * 4, row
     assert results[1].isfinite().all()
-
-
-def test_one_step_serves_layers_of_different_kinds() -> None:
-    """The groups and masks of prompts are made once a step."""
-    batch = Batch(mix="mixed", block_size=3)
-    step = CPUBackend(batch.clean).step(batch.metadata())
-    for layer in (1, 0, 1):
-        for batch.window, batch.softcap in ((None, None), (5, None), (None, 0.5), (33, None), (5, 0.5)):
-            batch.layer = layer
-            found = step.attend(batch.query, batch.params(layer))
-            assert error_of(found, batch.expected()) < 1e-6
 
 
 def test_the_output_argument_of_the_reference() -> None:
@@ -459,10 +431,7 @@ def test_a_score_of_minus_infinity_is_no_weight(block_size: int) -> None:
             pool[index // block_size, 0, 0, 0, index % block_size] = -3e38  # finite; the sum of sixteen is not
         metadata = step_metadata([list(range(length))], [1], [length], block_size, 0, CPU)
         results = []
-        for step in (
-            TorchBackend(pool).step(metadata),
-            CPUBackend(pool).step(metadata),
-        ):
+        for step in (TorchBackend(pool).step(metadata), CPUBackend(pool).step(metadata)):
             results.append(step.attend(query, AttentionParams(0, 1.0)))
         assert results[0].isfinite().all()
         assert not results[1].isnan().any(), f"masked {masked}"
@@ -536,12 +505,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def both_steps(batch: Batch) -> list[Any]:
     return [
-        made.step(batch.metadata())
-        for made in (
-            TorchBackend(batch.clean.clone()),
-            CPUBackend(batch.clean.clone()),
-        )
+        made.step(batch.metadata()) for made in (TorchBackend(batch.clean.clone()), CPUBackend(batch.clean.clone()))
     ]
+
+
+def prompts_alone(**choice: Any) -> Batch:
+    batch = Batch(mix="mixed", **choice)
+    batch.shapes, batch.tables, batch.query = batch.shapes[2:], batch.tables[2:], batch.query[2:]
+    return batch
 
 
 def test_the_kernels_are_called(calls: list[str]) -> None:
@@ -553,9 +524,7 @@ def test_the_kernels_are_called(calls: list[str]) -> None:
 
 
 def test_a_step_of_prompts_alone(calls: list[str]) -> None:
-    batch = Batch(mix="mixed")
-    batch.shapes, batch.tables = batch.shapes[2:], batch.tables[2:]
-    batch.query = batch.query[2:]
+    batch = prompts_alone()
     _, step = both_steps(batch)
     assert error_of(step.attend(batch.query, AttentionParams(1, batch.scale)), batch.expected()) < 1e-6
     assert calls == ["prompts"]
@@ -567,9 +536,7 @@ def test_prompts_that_torch_is_faster_at(calls: list[str], reason: str, monkeypa
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     else:
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    batch = Batch(mix="mixed", dtype=BF16)
-    batch.shapes, batch.tables = batch.shapes[2:], batch.tables[2:]
-    batch.query = batch.query[2:]
+    batch = prompts_alone(dtype=BF16)
     plain, step = both_steps(batch)
     assert same_bits(
         step.attend(batch.query, AttentionParams(1, batch.scale)),
@@ -733,36 +700,24 @@ def test_without_a_compiler(name: str, empty_cache: Path, tmp_path: Path, monkey
     assert name == "no library" or not left
 
 
-def test_generate_without_a_compiler(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CC", "/nonexistent/cc")
-    ids = random_ids(2, 7)
-    arguments = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-    expected = build("llama").generate(ids, **arguments)
-    model = hf_paged.patch(build("llama"), num_blocks=32)
-    assert torch.equal(model.generate(ids, **arguments), expected)
-    assert model.paged.core.pool.attention.backend.name == "torch"
-    model = hf_paged.patch(build("llama"), num_blocks=32, attention_backend="cpu")
-    for _ in range(2):
-        with pytest.raises(ValueError, match="nonexistent"):
-            model.generate(ids, **arguments)
-
-
 def test_a_compiler_that_hangs(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", compiler(tmp_path / "bin", b"exec sleep 60\n"))
     monkeypatch.setattr(c_compiler, "COMPILE_SECONDS", 0.2)
     assert "TimeoutExpired" in str(cpu.load(F32, 16))
 
 
-def test_cc_with_arguments(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`CC="ccache gcc"`, and a path with spaces in quotes."""
-    given = compiler(tmp_path / "my bin", b'[ "$1" = -DSOMETHING ] && exec gcc "$@"\nexit 1\n')
-    monkeypatch.setenv("CC", f"'{given}' -DSOMETHING -O0")
-    assert isinstance(cpu.load(F32, 16), cpu.CPUKernels)
-
-
-def test_warnings_in_another_encoding(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = compiler(tmp_path / "bin", b'printf "Warnung: \\344\\n" >&2\nexec gcc "$@"\n')
-    monkeypatch.setenv("CC", f"{given} -O0")
+@pytest.mark.parametrize(
+    ("folder", "script", "cc"),
+    [
+        ("my bin", b'[ "$1" = -DSOMETHING ] && exec gcc "$@"\nexit 1\n', "'{}' -DSOMETHING -O0"),
+        ("bin", b'printf "Warnung: \\344\\n" >&2\nexec gcc "$@"\n', "{} -O0"),
+    ],
+    ids=["arguments, as of ccache, and a path in quotes", "warnings in another encoding"],
+)
+def test_other_compilers(
+    folder: str, script: bytes, cc: str, empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", cc.format(compiler(tmp_path / folder, script)))
     assert isinstance(cpu.load(F32, 16), cpu.CPUKernels)
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,16 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.kernel_cases import (
-    LAYOUTS,
-    assert_pairwise,
-    describe,
-    pairwise,
-    random_tensor,
-    same_bits,
-    step_metadata,
-    strided,
-)
+from helpers.kernel_cases import LAYOUTS, describe, pairwise, random_tensor, same_bits, step_metadata, strided
+from helpers.kernel_pools import check_written, nan_pool
 from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.kernels import reference
 
@@ -49,28 +41,10 @@ def rms_ratio(found: Tensor, expected: np.ndarray) -> float:
     return math.sqrt(np.square(error).mean() / max(np.square(expected).mean(), 1e-300))
 
 
-def nan_pool(num_blocks: int, num_heads: int, block_size: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-    return torch.full((num_blocks, NUM_LAYERS, 2, num_heads, block_size, head_dim), float("nan"), dtype=dtype)
-
-
 # reshape_and_cache
 
 
-def check_write(
-    key: Tensor, value: Tensor, slots: list[int], layer: int, block_size: int, dtype: torch.dtype, num_blocks: int = 6
-) -> None:
-    num_heads, head_dim = key.shape[1:]
-    pool = nan_pool(num_blocks, num_heads, block_size, head_dim, dtype)
-    expected = pool.clone()
-    for token, slot in enumerate(slots):
-        if slot >= 0:
-            for head in range(num_heads):
-                expected[slot // block_size, layer, 0, head, slot % block_size] = key[token, head].to(dtype)
-                expected[slot // block_size, layer, 1, head, slot % block_size] = value[token, head].to(dtype)
-    before = key.clone(), value.clone()
-    reference.reshape_and_cache(key, value, pool, layer, torch.tensor(slots, dtype=torch.int64))
-    assert same_bits(pool, expected)
-    assert torch.equal(key, before[0]) and torch.equal(value, before[1])
+check_write = partial(check_written, reference.reshape_and_cache)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -80,14 +54,15 @@ def test_reshape_and_cache_takes_any_strides(layout: str, block_size: int) -> No
     for layer, num_heads in itertools.product(range(NUM_LAYERS), (1, 3)):
         key = strided(layout, 5, num_heads, 4, torch.float32, seed=1)
         value = strided(layout, 5, num_heads, 4, torch.float32, seed=2)
-        check_write(key, value, slots, layer, block_size, torch.float32)
-        check_write(key, strided("contiguous", 5, num_heads, 4, torch.float32, 3), slots, layer, block_size, key.dtype)
+        check_write(key, value, slots, layer, block_size, torch.float32, CPU)
+        other = strided("contiguous", 5, num_heads, 4, torch.float32, 3)
+        check_write(key, other, slots, layer, block_size, torch.float32, CPU)
 
 
 @pytest.mark.parametrize("slots", [[-1, 7, -1, 0, 11], [-1, -1], [-5, 3], [2, -1], []])
 def test_reshape_and_cache_skips_padding(slots: list[int]) -> None:
     key, value = (random_tensor(len(slots), 2, 4, seed=seed) for seed in (1, 2))
-    check_write(key, value, slots, 1, 3, torch.float64)
+    check_write(key, value, slots, 1, 3, torch.float64, CPU)
 
 
 @pytest.mark.parametrize(
@@ -102,21 +77,7 @@ def test_reshape_and_cache_skips_padding(slots: list[int]) -> None:
 )
 def test_reshape_and_cache_casts_to_the_pool(given: torch.dtype, stored: torch.dtype) -> None:
     key, value = (random_tensor(4, 2, 8, dtype=given, seed=seed) for seed in (1, 2))
-    check_write(key, value, [9, 2, -1, 4], 0, 4, stored)
-
-
-def test_slot_rows_serve_all_layers() -> None:
-    pool = nan_pool(4, 2, 3, 5, torch.float64)
-    slots = torch.tensor([7, 2, 11])
-    rows = reference.slot_rows(pool, slots)
-    for layer in range(NUM_LAYERS):
-        key, value = (random_tensor(3, 2, 5, seed=10 * layer + part) for part in (1, 2))
-        reference.write_rows(key, value, pool, layer, rows)
-    for layer, (token, slot) in itertools.product(range(NUM_LAYERS), enumerate(slots.tolist())):
-        for part in (0, 1):
-            expected = random_tensor(3, 2, 5, seed=10 * layer + part + 1)[token]
-            assert torch.equal(pool[slot // 3, layer, part, :, slot % 3], expected)
-    assert int(pool.isnan().sum()) == pool.numel() - 3 * NUM_LAYERS * 2 * 2 * 5
+    check_write(key, value, [9, 2, -1, 4], 0, 4, stored, CPU)
 
 
 # gather_rows, gather_slots, copy_blocks
@@ -149,17 +110,6 @@ def test_gather_slots(block_size: int) -> None:
                 slot = int(slots[row, index])
                 expected = pool[slot // block_size, layer, part, head, slot % block_size]
                 assert torch.equal(states[row, head, index], expected)
-
-
-def test_gathers_are_copies() -> None:
-    pool = random_tensor(2, NUM_LAYERS, 2, 1, 2, 4)
-    before = pool.clone()
-    for states in (
-        *reference.gather_rows(pool, 0, reference.block_rows(pool, torch.tensor([[0, 1]])), 1),
-        *reference.gather_slots(pool, 0, torch.tensor([[0, 1, 2, 3]])),
-    ):
-        states.zero_()
-    assert torch.equal(pool, before)
 
 
 @pytest.mark.parametrize(
@@ -263,10 +213,10 @@ class Batch:
                 table[:3] = self.tables[0][:3]
                 states[:, : 3 * size] = self.states[0][:, : 3 * size]
         self.layer = 1
-        self.pool = nan_pool(self.null_block + 1, heads, size, dim, case.dtype)
+        self.pool = nan_pool((self.null_block + 1, NUM_LAYERS, 2, heads, size, dim), case.dtype)
         self.pool[self.null_block] = 0
         for table in self.tables:
-            self.pool[table] = 0
+            self.pool[table] = 1e4  # behind a sequence's end lies anything finite: tokens that were cropped
         for table, states in zip(self.tables, self.states):
             for index in range(states.shape[1]):
                 for part in (0, 1):
@@ -325,11 +275,6 @@ _rng = random.Random(1)
 ANY = [{name: _rng.choice(values) for name, values in AXES.items()} for _ in range(50)]
 
 
-def test_pairwise_is_complete() -> None:
-    assert_pairwise(AXES, PAIRWISE)
-    assert len(PAIRWISE) < 80
-
-
 @pytest.mark.parametrize("choice", PAIRWISE + ANY, ids=describe)
 def test_paged_attention(choice: dict[str, Any]) -> None:
     batch = Batch(Case(**choice))
@@ -357,19 +302,6 @@ def plain_case(**changes: Any) -> Case:
 
 
 EXTRAS = [{}, {"softcap": 5.0}, {"has_sinks": True}, {"window": 5}, {"window": 5, "softcap": 5.0}]
-
-
-@pytest.mark.parametrize("extra", EXTRAS, ids=str)
-@pytest.mark.parametrize("mix", ["mixed", "decode", "equal rows", "one padded group", "block edges"])
-def test_what_lies_behind_the_end_is_not_seen(extra: dict[str, Any], mix: str) -> None:
-    """Slots past a sequence's end may hold anything finite: tokens that were cropped."""
-    batch = Batch(plain_case(mix=mix, **extra))
-    expected = batch.attend()
-    for table, states in zip(batch.tables, batch.states):
-        used = states.shape[1] % batch.case.block_size
-        if used:
-            batch.pool[table[-1], :, :, :, used:] = 1e4
-    assert torch.equal(batch.attend(), expected)
 
 
 @pytest.mark.parametrize("extra", EXTRAS[3:], ids=str)
@@ -415,11 +347,3 @@ def test_a_long_context_in_half_precision_does_not_overflow() -> None:
     batch = Batch(plain_case(dtype=torch.float16))
     batch.query = batch.query * 60  # scores of hundreds
     assert bool(batch.attend().isfinite().all())
-
-
-@pytest.mark.parametrize("make", [torch.inference_mode, torch.no_grad, torch.enable_grad])
-def test_kernels_work_in_any_grad_mode(make: Callable[[], Any]) -> None:
-    batch = Batch(plain_case(mix="decode"))
-    with make():
-        reference.reshape_and_cache(batch.query[:1, :2], batch.query[:1, 2:4], batch.pool, 0, torch.tensor([0]))
-        assert rms_ratio(batch.attend(), batch.expected()) < 1e-12

@@ -13,13 +13,15 @@ kernels write.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -31,7 +33,6 @@ from torch import Tensor
 
 from helpers.kernel_cases import (
     LAYOUTS,
-    assert_pairwise,
     describe,
     pairwise,
     random_tensor,
@@ -40,6 +41,7 @@ from helpers.kernel_cases import (
     step_metadata,
     strided,
 )
+from helpers.kernel_pools import as_given, check_written, nan_pool
 from helpers.models import build, ragged_batch
 from helpers.pairs import Pair
 
@@ -59,7 +61,6 @@ from hf_paged.kernels import copy_blocks as copy_kernel  # noqa: E402
 from hf_paged.kernels import paged_decode as decode  # noqa: E402
 from hf_paged.kernels import paged_prefill as prefill  # noqa: E402
 from hf_paged.kernels.tile_ops import decode_fp8  # noqa: E402
-from hf_paged.model.cuda_graph import DecodeInputs  # noqa: E402
 
 CPU = torch.device("cpu")
 NAN = float("nan")
@@ -255,21 +256,8 @@ def nan_partials(device: torch.device) -> ops.Partials:
     return partials
 
 
-def nan_pool(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    if dtype in FP8:
-        return torch.full(shape, 0x7F, dtype=torch.uint8).view(dtype)
-    return torch.full(shape, NAN, dtype=dtype)
-
-
 def plan_of(batch: Batch) -> tuple[launch.Tiling, int]:
     return decode.plan(batch.query, batch.pool)
-
-
-def as_given(tensor: Tensor, device: torch.device) -> Tensor:
-    """On the device, with the strides that it has."""
-    if 0 in tensor.stride():  # one head for all
-        return tensor[:, :1].to(device).expand(tensor.shape)
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
 
 
 class Batch:
@@ -338,11 +326,7 @@ class Batch:
 
     def attend(self, query: Tensor | None = None, num_splits: int | None = -1, **changes: Any) -> Tensor:
         """By the kernels, on the CPU."""
-        arguments = {
-            "kv_cache": self.pool,
-            "metadata": self.metadata(),
-            "partials": nan_partials(self.device),
-        }
+        arguments = {"kv_cache": self.pool, "metadata": self.metadata(), "partials": nan_partials(self.device)}
         step = TritonStep(**(arguments | changes))
         num_splits = self.case.num_splits if num_splits == -1 else num_splits
         query = self.query if query is None else query
@@ -376,9 +360,7 @@ class Batch:
         return math.sqrt(max(ratios))
 
 
-def test_pairwise_is_complete() -> None:
-    assert_pairwise(AXES, PAIRWISE)
-    assert len(PAIRWISE) < 100
+def test_choices_are_unlike() -> None:
     some = [tuple(choice_of(number).values()) for number in range(0, NUM_CHOICES, 97)]
     assert len(set(some)) == len(some) and math.gcd(7919, NUM_CHOICES) == 1
 
@@ -525,23 +507,6 @@ def test_pools_of_any_strides(how: str, device: torch.device) -> None:
     assert same_bits(pool, batch.pool) and not pool[0, 1, :, :, 5].isnan().any()
 
 
-@pytest.mark.parametrize(
-    ("given", "stored"),
-    [
-        (torch.float32, torch.bfloat16),
-        (torch.float32, torch.float16),
-        (torch.bfloat16, torch.float32),
-        (torch.bfloat16, torch.float16),
-        (torch.float16, torch.bfloat16),
-    ],
-)
-def test_a_pool_of_another_dtype_than_the_query(given: torch.dtype, stored: torch.dtype, device: torch.device) -> None:
-    """Autocast makes them differ: keys and values are cast to the query's dtype, and that is the result's."""
-    batch = Batch(Case(given, pool_dtype=stored, has_sinks=True), device)
-    truth = batch.truth.to(given).double()
-    assert batch.error(batch.attend(), batch.expected(truth)) <= TOLERANCE[given]
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("num_splits", [1, 2])
 def test_huge_scores(dtype: torch.dtype, num_splits: int, device: torch.device) -> None:
@@ -609,27 +574,6 @@ def test_query_tiles_of_no_sequence_are_skipped(device: torch.device) -> None:
     assert found[-3:].isnan().all()
 
 
-def test_one_metadata_serves_layers_of_different_kinds(device: torch.device) -> None:
-    """Gemma: full and sliding layers in turn, all over one step's metadata and one scratch."""
-    metadata, partials = Batch(Case(), device).metadata(), nan_partials(device)
-    for window, softcap, num_splits in ((None, None, 2), (5, None, None), (33, 7.0, 3), (None, 7.0, 1)):
-        batch = Batch(Case(torch.float16, window=window, softcap=softcap, num_splits=num_splits), device)
-        found = batch.attend(metadata=metadata, partials=partials)
-        assert batch.error(found, batch.expected()) <= TOLERANCE[torch.float16]
-
-
-@pytest.mark.parametrize("make", [torch.inference_mode, torch.no_grad, torch.enable_grad])
-def test_kernels_work_in_any_grad_mode(make: Callable[[], Any], device: torch.device) -> None:
-    batch = Batch(Case(), device, TINY)
-    expected = batch.attend()
-    with make():
-        slots = torch.tensor([batch.null_block * 16], device=device)
-        ops.reshape_and_cache(batch.query[:1, :2], batch.query[:1, 2:4], batch.pool, 1, slots)
-        ops.copy_blocks(batch.pool, slots // 16, torch.tensor([batch.spare_block], device=device))
-        assert torch.equal(batch.attend(), expected)
-    assert torch.equal(batch.pool[batch.spare_block, 1, :, :, 0], batch.query[:1].view(2, 2, 64))
-
-
 # Tokens that several sequences share
 
 SHARED_AXES: dict[str, tuple[Any, ...]] = {
@@ -666,22 +610,19 @@ def assert_read_together(batch: Batch) -> None:
     assert batch.error(found, batch.expected()) <= TOLERANCE[batch.case.dtype]
 
 
-@pytest.mark.parametrize("choice", pairwise(SHARED_AXES), ids=describe)
+# Besides, pools of fp8, and as many heads as fill a tile, which read by themselves.
+MORE_SHARED: list[dict[str, Any]] = [
+    {"dtype": torch.bfloat16, "pool_dtype": E4M3},
+    {"dtype": torch.float16, "pool_dtype": E5M2},
+    {"dtype": torch.float16, "group": 33, "num_kv_heads": 1},
+]
+
+
+@pytest.mark.parametrize("choice", [*pairwise(SHARED_AXES), *MORE_SHARED], ids=describe)
 @pytest.mark.usefixtures("reading_together")
 def test_shared_tokens_are_read_together(choice: dict[str, Any], device: torch.device) -> None:
     """Breaks if a token is left out or counted twice, or a sequence gets another one's part."""
     assert_read_together(samples(device, **choice))
-
-
-@pytest.mark.parametrize(("dtype", "pool_dtype"), [(torch.bfloat16, E4M3), (torch.float16, E5M2)], ids=str)
-@pytest.mark.usefixtures("reading_together")
-def test_shared_tokens_in_fp8(dtype: torch.dtype, pool_dtype: torch.dtype, device: torch.device) -> None:
-    assert_read_together(samples(device, dtype=dtype, pool_dtype=pool_dtype))
-
-
-@pytest.mark.usefixtures("reading_together")
-def test_heads_that_fill_a_tile_read_by_themselves(device: torch.device) -> None:
-    assert_read_together(samples(device, dtype=torch.float16, group=33, num_kv_heads=1))
 
 
 def test_shared_tokens_are_read_one_by_one_where_it_is_cheaper(device: torch.device) -> None:
@@ -698,21 +639,6 @@ def test_no_window_is_read_together(device: torch.device) -> None:
         arguments = attention_arguments(batch)
         with pytest.raises(ValueError, match="without a window, this one's is 7"):
             OPS.paged_attention(*(arguments | {"window": 7}).values())
-
-
-@pytest.mark.usefixtures("reading_together")
-def test_reading_together_is_compiled_once(device: torch.device) -> None:
-    kernel = Specialisations(shared_decode._shared_decode_kernel)
-    shapes = shapes_of("samples", 16)
-    with mock.patch.object(shared_decode, "_shared_decode_kernel", kernel):
-        for rows in (2, 3, 5, 7):
-            for factor in (1, 4):
-                lengths = [(new, length + 160 * (factor - 1)) for new, length in shapes]
-                batch = Batch(Case(torch.float16, mix="samples"), device, lengths)
-                kinds = slice(None, rows) if rows != 7 else slice(None)
-                metadata = step_metadata(batch.tables[kinds], *zip(*lengths[kinds]), 16, batch.null_block, device)
-                batch.attend(query=batch.query[: sum(new for new, _ in lengths[kinds])], metadata=metadata)
-    assert len(kernel.found) == 1
 
 
 # How the work is shared out
@@ -738,20 +664,6 @@ def test_items_follow_from_the_lengths(device: torch.device) -> None:
     assert shared_out([(1, 4096)], device, window=33)[0] <= 2, "a window of three tiles was cut up"
     beside = shared_out([(1, 1)] * 20 + [(1, 4096)] + [(1, 1)] * 20, device)
     assert beside.pop(20) > 4 and set(beside.values()) == {1} and len(beside) == 40
-
-
-@pytest.mark.parametrize(
-    ("shapes", "expected"),
-    [
-        ([(1, 5), (1, 1)], 2),
-        ([(1, 5), (3, 5), (1, 1)], 1),  # a row behind longer ones goes with them
-        ([(3, 5), (1, 9)], 0),
-    ],
-)
-def test_which_sequences_are_decoded(shapes: list[Shape], expected: int, device: torch.device) -> None:
-    assert sorted(shared_out(shapes, device)) == list(range(expected))
-    batch = Batch(Case(), device, shapes)
-    assert batch.error(batch.attend(), batch.expected()) <= TOLERANCE[torch.float32]
 
 
 class Launches:
@@ -792,52 +704,6 @@ def test_launches_do_not_grow_with_the_batch(
     ):
         batch.attend()
     assert (decodes.count, combinations.count, prefills.count) == expected
-
-
-class Specialisations:
-    """Stands in for a kernel and runs nothing; what Triton would compile at each launch."""
-
-    def __init__(self, kernel: Any) -> None:
-        if launch.is_interpreting():
-            kernel = triton.JITFunction(kernel.fn, **kernel.kwargs)
-        self._kernel, self.found = kernel, set()  # type: ignore[var-annotated]
-
-    def __getitem__(self, grid: Any) -> Any:
-        def take_down(*values: Any, **named: Any) -> None:
-            parameters = {parameter.name: parameter for parameter in self._kernel.params}
-            arguments = dict(zip(parameters, values)) | named
-            self.found.add(tuple(self._of(parameters.get(name), value) for name, value in arguments.items()))
-
-        return take_down
-
-    @staticmethod
-    def _of(parameter: Any, value: Any) -> Any:
-        if parameter is None or parameter.is_constexpr or value is None:
-            return value
-        if isinstance(value, Tensor):
-            return value.dtype, value.data_ptr() % 16 == 0
-        if isinstance(value, float):
-            return float
-        return abs(value) < 2**31, None if parameter.do_not_specialize else (value == 1, value % 16 == 0)
-
-
-@pytest.mark.parametrize("window", [None, 33])
-def test_decoding_is_compiled_once(window: int | None, device: torch.device) -> None:
-    """Breaks if a batch size, a length or a number of items means another kernel, which a running server waits for."""
-    case = Case(torch.float16, window=window)
-    steps = [[(1, 1)], [(1, 300)], [(1, 16)] * 16, [(1, 700), (1, 3), (5, 9)], [(1, 900)] + [(1, 40)] * 30]
-    batches = [Batch(case, device, shapes) for shapes in steps]
-    kernels = {name: Specialisations(getattr(decode, name)) for name in ("_decode_kernel", "_combine_kernel")}
-    with mock.patch.multiple(decode, **kernels), mock.patch.object(prefill, "paged_prefill"):
-        for batch in batches:
-            for num_splits in (None, 1, 3):
-                batch.attend(num_splits=num_splits)
-        for rows in (1, 3, 31):  # in the shape of a CUDA graph
-            inputs = DecodeInputs(31, 60, 16, batches[-1].null_block, device)
-            inputs.hold([WorkKind(plan_of(batches[-1])[0].tokens, plan_of(batches[-1])[1], window or 0)])
-            (metadata,) = inputs.views(rows)[-1]
-            batches[-1].attend(query=batches[-1].query[:rows], metadata=metadata, num_splits=None)
-    assert [len(kernel.found) for kernel in kernels.values()] == [1, 1]
 
 
 def test_partials_are_kept_and_grow(device: torch.device) -> None:
@@ -954,26 +820,26 @@ def test_fp8_codes_of_half_precision(dtype: torch.dtype, given: torch.dtype, dev
         assert_same_codes(found, reference.quantize(numbers.float(), dtype))
 
 
-FP8_CASES = [
-    (torch.bfloat16, 64, {"num_splits": 2, "group": 7, "num_kv_heads": 1}),
-    (torch.float16, 80, {"window": 33, "has_sinks": True}),
-    (torch.float32, 128, {"softcap": 50.0, "num_splits": 3}),
-    (torch.float16, 256, {"block_size": 24}),
+OTHER_POOLS = [
+    *(
+        replace(case, pool_dtype=stored)
+        for stored in FP8
+        for case in (
+            Case(torch.bfloat16, 64, num_splits=2, group=7, num_kv_heads=1),
+            Case(torch.float16, 80, window=33, has_sinks=True),
+            Case(torch.float32, 128, softcap=50.0, num_splits=3),
+            Case(torch.float16, 256, block_size=24),
+        )
+    ),
+    *(Case(given, pool_dtype=stored, has_sinks=True) for given, stored in itertools.permutations(TOLERANCE, 2)),
 ]
 
 
-@pytest.mark.parametrize(("dtype", "head_dim", "extra"), FP8_CASES)
-@pytest.mark.parametrize("stored", FP8, ids=str)
-def test_paged_attention_over_fp8(
-    stored: torch.dtype,
-    dtype: torch.dtype,
-    head_dim: int,
-    extra: dict[str, Any],
-    device: torch.device,
-) -> None:
-    """The decoded pool is the truth: as exact as over a pool of the query's dtype."""
-    batch = Batch(Case(dtype, head_dim, pool_dtype=stored, **extra), device)
-    assert batch.error(batch.attend(), batch.expected()) <= TOLERANCE[dtype]
+@pytest.mark.parametrize("case", OTHER_POOLS, ids=lambda case: describe(asdict(case)))
+def test_a_pool_of_another_dtype_than_the_query(case: Case, device: torch.device) -> None:
+    """What the pool's numbers mean, cast to the query's dtype, is the truth, and that is the result's dtype."""
+    batch = Batch(case, device)
+    assert batch.error(batch.attend(), batch.expected(batch.truth.to(case.dtype).double())) <= TOLERANCE[case.dtype]
 
 
 QUANTIZATION = {E4M3: (0.02, 0.06), E5M2: (0.04, 0.12)}
@@ -1002,34 +868,7 @@ def test_what_fp8_costs(stored: torch.dtype, device: torch.device) -> None:
 # reshape_and_cache
 
 
-def check_write(
-    key: Tensor,
-    value: Tensor,
-    slots: list[int],
-    layer: int,
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    num_blocks: int = 6,
-) -> None:
-    """Every slot that is written, and every other one, and what lies before and behind the pool, bit for bit."""
-    num_heads, head_dim = key.shape[1:]
-    around = 4
-    whole = nan_pool((num_blocks + 2 * around, NUM_LAYERS, 2, num_heads, block_size, head_dim), dtype)
-    expected = whole.clone()
-    target = reference.elements(expected)[around:-around]
-    for part, states in enumerate((key, value)):
-        stored = reference.elements(reference.quantize(states, dtype))
-        for token, slot in enumerate(slots):
-            if slot >= 0:
-                target[slot // block_size, layer, part, :, slot % block_size] = stored[token]
-    whole = whole.to(device)
-    key, value = (as_given(states, device) for states in (key, value))
-    before = key.clone(), value.clone()
-    mapping = torch.tensor(slots, dtype=torch.int64, device=device)
-    ops.reshape_and_cache(key, value, whole[around:-around], layer, mapping)
-    assert same_bits(whole.cpu(), expected)
-    assert torch.equal(key, before[0]) and torch.equal(value, before[1])
+check_write = partial(check_written, ops.reshape_and_cache)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -1180,6 +1019,10 @@ def test_backends_read_all_sources_first(
 # Custom ops
 
 
+def opcheck(op: Any, arguments: dict[str, Any], **options: Any) -> None:
+    torch.library.opcheck(op.default, tuple(arguments.values()), **options)
+
+
 def finite_batch(device: torch.device, **settings: Any) -> Batch:
     """Over a pool without NaN, which no comparison would take for equal."""
     batch = Batch(Case(**settings), device, TINY)
@@ -1205,45 +1048,19 @@ def write_arguments(device: torch.device, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def test_opcheck_reshape_and_cache(device: torch.device) -> None:
+def test_opcheck(device: torch.device) -> None:
     """Breaks if a schema hides what an op writes, or the fake implementation tells the compiler something else."""
-    torch.library.opcheck(OPS.reshape_and_cache.default, tuple(write_arguments(device).values()))
-    fp8 = torch.zeros(4, NUM_LAYERS, 2, 2, 16, 64, device=device)
-    arguments = write_arguments(device, kv_cache=fp8.to(E4M3))
+    opcheck(OPS.reshape_and_cache, write_arguments(device))
+    fp8 = torch.zeros(4, NUM_LAYERS, 2, 2, 16, 64, device=device).to(E4M3)
     # No schema test: it compares tensors, and torch compares no fp8.
-    torch.library.opcheck(
-        OPS.reshape_and_cache.default,
-        tuple(arguments.values()),
-        test_utils=("test_autograd_registration", "test_faketensor"),
-    )
-
-
-def test_opcheck_copy_blocks(device: torch.device) -> None:
-    pairs = torch.tensor([[0, 1], [2, 3]], device=device)
+    kinds = ("test_autograd_registration", "test_faketensor")
+    opcheck(OPS.reshape_and_cache, write_arguments(device, kv_cache=fp8), test_utils=kinds)
     pool = random_tensor(4, NUM_LAYERS, 2, 2, 4, 16, dtype=torch.float32).to(device)
-    torch.library.opcheck(OPS.copy_blocks.default, (pool, *pairs))
-
-
-@pytest.mark.parametrize("has_extras", [False, True])
-def test_opcheck_paged_attention(has_extras: bool, device: torch.device) -> None:
-    extras = EXTRAS["all"] if has_extras else {}
-    arguments = attention_arguments(finite_batch(device, num_splits=2, **extras))
-    arguments["partials"] = torch.zeros(2**10, device=device)
-    torch.library.opcheck(OPS.paged_attention.default, tuple(arguments.values()))
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_fake_paged_attention(dtype: torch.dtype) -> None:
-    """What the compiler plans with: shape, dtype and strides, of a query that is not contiguous."""
-    batch = Batch(Case(dtype), CPU, TINY)
-    arguments = attention_arguments(batch)
-    meta = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in arguments.items()}
-    meta["query"] = torch.empty_strided(batch.query.shape, batch.query.stride(), dtype=dtype, device="meta")
-    found = OPS.paged_attention(*meta.values())
-    expected = OPS.paged_attention(*arguments.values()) if launch.is_interpreting() else batch.query.contiguous()
-    assert found.device.type == "meta"
-    assert (found.shape, found.dtype, found.stride()) == (expected.shape, expected.dtype, expected.stride())
-    assert found.is_contiguous()
+    sources, destinations = torch.tensor([[0, 1], [2, 3]], device=device)
+    opcheck(OPS.copy_blocks, {"pool": pool, "sources": sources, "destinations": destinations})
+    for dtype, extras in [*((dtype, {}) for dtype in TOLERANCE), (torch.float32, EXTRAS["all"])]:
+        arguments = attention_arguments(finite_batch(device, dtype=dtype, num_splits=2, **extras))
+        opcheck(OPS.paged_attention, arguments | {"partials": torch.zeros(2**10, device=device)})
 
 
 def test_compiled_as_one_graph(device: torch.device) -> None:
@@ -1398,12 +1215,7 @@ CHOICES = [
 
 @pytest.mark.parametrize(("name", "pool", "dtype", "world", "expected"), CHOICES)
 def test_choose(
-    name: str,
-    pool: Any,
-    dtype: torch.dtype,
-    world: dict[str, Any],
-    expected: str,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, pool: Any, dtype: torch.dtype, world: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ "auto" never fails; "triton" is that or an error that says why and what else there is."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: world.get("capability", (8, 0)))

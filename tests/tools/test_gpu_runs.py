@@ -96,9 +96,6 @@ def test_errors_are_rows_with_their_causes_and_the_time_limit_is_kept(tmp_path: 
     assert "| 1 | **2.0** | -   |" in text and f"- two, 1: {cause}" in text
 
 
-# The roofline
-
-
 # Whole calls
 
 generate_gpu = importlib.import_module("generate_gpu")
@@ -269,7 +266,7 @@ def test_gpu_tests_need_little() -> None:
         *files,
         *(
             ROOT / "tests" / f"{name}.py"
-            for name in ("conftest", "helpers/pairs", "helpers/models", "helpers/kernel_cases")
+            for name in ("conftest", *(f"helpers/{own}" for own in ("pairs", "models", "kernel_cases", "kernel_pools")))
         ),
     ]:
         found = [

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import pytest
 from openai import OpenAI
 
 import hf_paged
@@ -80,3 +81,15 @@ def serving(
         yield Served(server, model.paged, url, client, http)
     server.should_exit = True
     join(thread)
+
+
+def shared_server(**settings: Any) -> Any:
+    """A fixture: one server for a file of tests, which holds nothing at their end."""
+
+    @pytest.fixture(scope="module")
+    def served() -> Iterator[Served]:
+        with serving(ServerSettings(**{"model_name": "tiny"} | settings)) as running:
+            yield running
+            running.settle()
+
+    return served

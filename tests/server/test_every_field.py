@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from helpers.models import tiny_tokenizer
-from helpers.serving import Served, serving
+from helpers.serving import Served, shared_server
 from hf_paged.server.schemas import Body, SamplingBody
-from hf_paged.server.settings import ServerSettings
 
 # Shows all that a template is given.
 TEMPLATE = """{% for message in messages %}{{ message | tojson }}{% endfor %}{{ tools | tojson }}
@@ -315,11 +314,7 @@ def test_every_field_is_here() -> None:
     assert known == set(EVERY)
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(ServerSettings(model_name="tiny", chat_template=TEMPLATE, allow_priority=True)) as running:
-        yield running
-        running.settle()
+served = shared_server(chat_template=TEMPLATE, allow_priority=True)
 
 
 class Asking:

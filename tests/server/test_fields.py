@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from helpers.models import tiny_lm, tiny_tokenizer
-from helpers.serving import Served, serving
+from helpers.serving import Served, serving, shared_server
 from hf_paged.server.prompts import PLAIN_TEMPLATE
 from hf_paged.server.settings import ServerSettings
 
@@ -20,12 +19,7 @@ PROMPT = "The door"
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "The king"}]
 NEW = 12
 
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(ServerSettings(model_name="tiny", allow_priority=True)) as running:
-        yield running
-        running.settle()
+served = shared_server(allow_priority=True)
 
 
 def stock(prompt: str | list[int] = PROMPT, seed: int | None = None, **arguments: Any) -> list[str]:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from helpers.serving import Served, serving
-from hf_paged.server.settings import ServerSettings
+from helpers.serving import Served, shared_server
 
 jsonschema: Any
 try:
@@ -23,12 +21,7 @@ except ImportError:
 PATH = "/v1/chat/completions"
 HUGE = "(" * 10 + "a" + "{99})" * 10
 
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(ServerSettings(model_name="tiny")) as running:
-        yield running
-        running.settle()
+served = shared_server()
 
 
 def schema_of(rng: random.Random, depth: int = 0) -> dict[str, Any]:

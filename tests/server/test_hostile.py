@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from helpers.models import tiny_tokenizer
-from helpers.serving import Served, serving
+from helpers.serving import Served, serving, shared_server
 from helpers.waiting import PATIENCE, join
 from hf_paged.server import limits
 from hf_paged.server.errors import invalid_body
@@ -28,12 +27,7 @@ MANY = 40_000
 SAID = {"role": "user", "content": "a"}
 CALLED = {"role": "assistant", "tool_calls": [{}] * 1000}
 
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(ServerSettings(model_name="tiny", max_waiting=64, max_grammar_bytes=1 << 17)) as running:
-        yield running
-        running.settle()
+served = shared_server(max_waiting=64, max_grammar_bytes=1 << 17)
 
 
 # ------------------------------------------------------------------------------------------------------------ bodies
@@ -79,6 +73,9 @@ WRONG: list[tuple[type[Body], dict[str, Any], str]] = [
     (CompletionRequest, {"prompt": "a", "stop_token_ids": [-1] * 1000}, "stop_token_ids.0"),
     (CompletionRequest, {"prompt": [[1, 2]] * MANY}, "prompt"),
     (CompletionRequest, {"prompt": [""] * MANY}, "prompt"),
+    (CompletionRequest, {"prompt": [{}] * 1000}, "prompt.0"),
+    (CompletionRequest, {"prompt": [[1, "a"]] * 1000}, "prompt.0.1"),
+    (ChatRequest, {"messages": [{"role": "x"}] * 1000}, "messages.0.role"),
     (ResponsesRequest, {"input": [{}] * 2000}, "input.0.role"),
     (ResponsesRequest, {"input": "a", "metadata": {str(n): 1 for n in range(MANY)}}, "metadata"),
 ]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from openai.types.responses import Response
 
-from helpers.serving import Served, serving
+from helpers.serving import Served, shared_server
 from hf_paged.server.schemas import ChatRequest
-from hf_paged.server.settings import ServerSettings
 from hf_paged.server.text import StopStrings
 from hf_paged.server.tools import _ForcedCalls, message_of, parser_of, read
 
@@ -36,12 +34,7 @@ NAMED: Any = {"type": "function", "function": {"name": "weather"}}
 
 DEEP, HALF = "[" * 5000, r'{"name": "a", "arguments": {"b": "\ud800"}}'  # what Python's own parser fails on, or takes
 
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(ServerSettings(model_name="tiny")) as running:
-        yield running
-        running.settle()
+served = shared_server()
 
 
 def is_whole(calls: list[Any]) -> bool:

@@ -38,11 +38,7 @@ def one_prompt() -> dict[str, Tensor]:
     return {"input_ids": random_ids(1, 4).repeat(1, 3)}
 
 
-BATCHES: dict[str, Callable[[], dict[str, Tensor]]] = {
-    "ragged": ragged_batch,
-    "even": even_batch,
-    "one": one_prompt,
-}
+BATCHES: dict[str, Callable[[], dict[str, Tensor]]] = {"ragged": ragged_batch, "even": even_batch, "one": one_prompt}
 
 
 def talk(
@@ -165,23 +161,6 @@ def test_one_cache_in_several_grad_modes(pair: Pair) -> None:
             with mode():
                 ids = turn_of(pair, caches, ids)
             ids = torch.cat([ids, random_ids(2, 2)], dim=1)
-
-
-@pytest.mark.parametrize("batch", ["ragged", "one"])
-def test_answer_taken_back(pair: Pair, batch: str) -> None:
-    """Would break: `crop` after a turn, to ask again something else."""
-
-    def call(model: Any) -> list[Tensor]:
-        cache = new_cache(model)
-        results = talk(model, cache, BATCHES[batch](), turns=1)
-        cache.crop(-3)
-        ids = torch.cat([results[0][:, :-2], random_ids(len(results[0]), 6, seed=8)], dim=1)
-        mask = full_mask(BATCHES[batch](), cache)
-        mask = None if mask is None else nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
-        results.append(model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=5))
-        return results
-
-    pair.both(call)
 
 
 @pytest.mark.parametrize(
@@ -656,25 +635,9 @@ def test_rows_that_depend_on_others_are_computed_again_below_the_original_length
         turn_of(pair, caches, torch.cat([ids, random_ids(1, 2)], dim=1))
 
 
-def test_conversation_of_unknown_tokens_is_never_preempted(make_pair: MakePair) -> None:
-    """Would break: evicting a cache that a forward of its own filled, which could not be computed again."""
-    pair = make_pair(block_size=2, num_blocks=15, preemption="recompute")
-    with both_caches(pair) as caches:
-        pair.both(
-            lambda model: model.generate(
-                **UNKNOWN, past_key_values=caches[id(model)], max_new_tokens=4, eos_token_id=None
-            )
-        )
-        with pytest.raises(hf_paged.OutOfBlocksError, match="of 15 are free"):
-            pair.paged.generate(**ragged_batch(), max_new_tokens=8)
-        pair.engine.check_invariants()
-        assert pair.engine.stats().num_free_blocks == 6
-        assert_same_cache(*caches.values())
-
-
-@pytest.mark.parametrize("preemption", ["auto", "swap"])
-def test_conversation_of_unknown_tokens_is_swapped(make_pair: MakePair, preemption: str) -> None:
-    """Would break: the same conversation where there is CPU memory for it: it leaves, and comes back as it was."""
+@pytest.mark.parametrize("preemption", ["recompute", "auto", "swap"])
+def test_conversation_of_unknown_tokens(make_pair: MakePair, preemption: str) -> None:
+    """Would break: evicting what can't be computed again. With CPU memory, it leaves, and comes back as it was."""
     pair = make_pair(block_size=2, num_blocks=15, preemption=preemption)
     with both_caches(pair) as caches:
         pair.both(
@@ -682,21 +645,19 @@ def test_conversation_of_unknown_tokens_is_swapped(make_pair: MakePair, preempti
                 **UNKNOWN, past_key_values=caches[id(model)], max_new_tokens=4, eos_token_id=None
             )
         )
-        pair.both(lambda model: model.generate(**ragged_batch(), max_new_tokens=8))
-        assert pair.delta["num_swapped_out"] > 0 and pair.engine.stats().num_swapped == 1
+        if preemption == "recompute":
+            with pytest.raises(hf_paged.OutOfBlocksError, match="of 15 are free"):
+                pair.paged.generate(**ragged_batch(), max_new_tokens=8)
+            pair.engine.check_invariants()
+            assert pair.engine.stats().num_free_blocks == 6
+        else:
+            pair.both(lambda model: model.generate(**ragged_batch(), max_new_tokens=8))
+            assert pair.delta["num_swapped_out"] > 0 and pair.engine.stats().num_swapped == 1
         assert_same_cache(*caches.values())
         assert pair.engine.stats().num_swapped == 0
 
 
 # What prefix hits may serve
-
-
-def step_of_a_fused_optimizer(model: Any) -> None:
-    """A step of a fused optimizer, which leaves no trace in the tensors' versions."""
-    ids = random_ids(2, 8, seed=3)
-    model(ids, labels=ids).loss.backward()
-    torch.optim.AdamW(model.parameters(), lr=0.05, fused=True).step()
-    model.zero_grad()
 
 
 def load_other_weights(model: Any) -> None:
@@ -717,12 +678,7 @@ def hook_an_attention(model: Any) -> None:
     model.model.layers[0].self_attn.register_forward_hook(scale)
 
 
-CHANGES = [
-    hook_an_attention,
-    step_of_a_fused_optimizer,
-    load_other_weights,
-    write_through_data,
-]
+CHANGES = [hook_an_attention, load_other_weights, write_through_data]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
@@ -774,16 +730,6 @@ def test_no_hits_from_before_a_number_changed(make_pair: MakePair, model: str, n
     assert pair.delta["prefix_cache_hit_tokens"] > 30
 
 
-def test_no_hits_from_before_a_forward_was_replaced(pair: Pair) -> None:
-    """Would break: the second closure, which lies where the first one was."""
-    batch = ragged_batch((20, 13, 9))
-    for factor in (0.5, 1.5, 0.7, 1.3):
-        for model in (pair.stock, pair.paged):
-            mlp = model.model.layers[0].mlp
-            mlp.forward = lambda x, factor=factor, mlp=mlp: factor * type(mlp).forward(mlp, x)
-        pair.generate(**batch, max_new_tokens=5)
-
-
 @pytest.mark.parametrize("helps", ["reset_prefix_cache", "release"])
 def test_changes_that_leave_no_trace(pair: Pair, helps: str) -> None:
     """Would break: the way out that is documented."""
@@ -811,14 +757,6 @@ def no_change(model: Any) -> None:
     model.requires_grad_(True)
     with torch.no_grad():
         model(ids, output_hidden_states=True)
-
-
-def test_hits_survive_what_leaves_the_weights(pair: Pair) -> None:
-    """Would break: speed, if every touch counted as a change."""
-    pair.generate(**ragged_batch((20, 13, 9)), max_new_tokens=5)
-    no_change(pair.paged)
-    pair.generate(**ragged_batch((20, 13, 9)), max_new_tokens=5)
-    assert pair.delta["prefix_cache_hit_tokens"] > 30
 
 
 def test_conversation_over_a_change_of_weights(make_pair: MakePair) -> None:
@@ -922,8 +860,7 @@ SWITCHES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize(
-    "order",
-    ["one two one", "one disabled one", "two merged unmerged two", "disabled two disabled", "one rescaled one"],
+    "order", ["one two one", "one disabled one", "two merged unmerged two", "disabled two disabled", "one rescaled one"]
 )
 def test_adapters_switched_between_calls(adapted: Pair, order: str) -> None:
     """Would break: keys and values of another adapter, or of none, served as this one's."""

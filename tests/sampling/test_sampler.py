@@ -15,25 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers import (
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    LogitsProcessorList,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
 from transformers.generation.logits_process import EpsilonLogitsWarper, EtaLogitsWarper
 
 import hf_paged
@@ -47,16 +33,16 @@ from hf_paged.sampling.token_table import TokenTable
 TABLE = TokenTable(torch.device("cpu"))
 
 PROCESSORS: dict[str, Any] = {  # in the order of transformers
-    "repetition_penalty": RepetitionPenaltyLogitsProcessor,
-    "no_repeat_ngram_size": NoRepeatNGramLogitsProcessor,
-    "min_length": lambda length: MinLengthLogitsProcessor(length, [1, 2]),
-    "min_new_tokens": lambda counts: MinNewTokensLengthLogitsProcessor(*counts, [1, 3]),
-    "suppress_tokens": SuppressTokensLogitsProcessor,
-    "temperature": TemperatureLogitsWarper,
-    "top_k": TopKLogitsWarper,
-    "top_p": TopPLogitsWarper,
-    "min_p": MinPLogitsWarper,
-    "typical_p": TypicalLogitsWarper,
+    "repetition_penalty": hf.RepetitionPenaltyLogitsProcessor,
+    "no_repeat_ngram_size": hf.NoRepeatNGramLogitsProcessor,
+    "min_length": lambda length: hf.MinLengthLogitsProcessor(length, [1, 2]),
+    "min_new_tokens": lambda counts: hf.MinNewTokensLengthLogitsProcessor(*counts, [1, 3]),
+    "suppress_tokens": hf.SuppressTokensLogitsProcessor,
+    "temperature": hf.TemperatureLogitsWarper,
+    "top_k": hf.TopKLogitsWarper,
+    "top_p": hf.TopPLogitsWarper,
+    "min_p": hf.MinPLogitsWarper,
+    "typical_p": hf.TypicalLogitsWarper,
     "epsilon_cutoff": EpsilonLogitsWarper,
     "eta_cutoff": EtaLogitsWarper,
 }
@@ -111,7 +97,7 @@ class Call:
     def expected(self) -> list[list[int]]:
         """As transformers' loop: the tokens of each step."""
         generator = torch.Generator() if self.seed is None else torch.Generator().manual_seed(self.seed)
-        processors = LogitsProcessorList(copy.deepcopy(self.processors))
+        processors = hf.LogitsProcessorList(copy.deepcopy(self.processors))
         ids = self.prompts
         for logits in self.logits:
             scores = processors(ids, logits.to(torch.float32, copy=True))
@@ -275,7 +261,7 @@ def test_top_p_at_its_very_border(style: str) -> None:
             ulp = torch.nextafter(kept, kept + 1).double() - kept.double()
             for change in (-1.0, -0.3, 0.0, 0.3, 1.0):  # the threshold itself is rounded to float32
                 value = float(1 - (kept.double() + change * ulp))
-                calls.append(Call([TopPLogitsWarper(value)], logits[:, row : row + 1], seed=len(calls)))
+                calls.append(Call([hf.TopPLogitsWarper(value)], logits[:, row : row + 1], seed=len(calls)))
                 scores.append(logits[0, row])
     merged = merged_processor([call.processors[0] for call in calls], [1] * len(calls), torch.stack(scores))
     found = merged(None, torch.stack(scores))
@@ -284,39 +270,27 @@ def test_top_p_at_its_very_border(style: str) -> None:
     check(calls)
 
 
-def test_ties_at_the_border_of_top_k() -> None:
-    """All that tie with the last one stay, for every call by its own number."""
-    scores = torch.tensor([3.0, 2.0, 2.0, 2.0, 1.0, 1.0, 0.0])
-    kept = {1: 1, 2: 4, 3: 4, 4: 4, 5: 6, 6: 6, 7: 7, 90: 7}
-    processors = [TopKLogitsWarper(number) for number in kept]
-    found = merged_processor(processors, [1] * len(kept), scores.expand(len(kept), -1))(
-        None, scores.repeat(len(kept), 1)
-    )
-    assert (found > -float("inf")).sum(dim=1).tolist() == list(kept.values())
-    check([Call([processor], scores.repeat(20, 1, 1), seed) for seed, processor in enumerate(processors)])
-
-
 def test_calls_that_differ_in_what_is_not_merged() -> None:
     """Other fillers, other minima, other masses: never taken for one kind."""
     processors = [
-        [TopKLogitsWarper(2)],
-        [TopKLogitsWarper(2, filter_value=-5.0)],
-        [TopPLogitsWarper(0.1)],
-        [TopPLogitsWarper(0.1, min_tokens_to_keep=4)],
-        [MinPLogitsWarper(0.9)],
-        [MinPLogitsWarper(0.9, min_tokens_to_keep=3)],
-        [TypicalLogitsWarper(0.3)],
-        [TypicalLogitsWarper(0.9)],
+        [hf.TopKLogitsWarper(2)],
+        [hf.TopKLogitsWarper(2, filter_value=-5.0)],
+        [hf.TopPLogitsWarper(0.1)],
+        [hf.TopPLogitsWarper(0.1, min_tokens_to_keep=4)],
+        [hf.MinPLogitsWarper(0.9)],
+        [hf.MinPLogitsWarper(0.9, min_tokens_to_keep=3)],
+        [hf.TypicalLogitsWarper(0.3)],
+        [hf.TypicalLogitsWarper(0.9)],
         [EpsilonLogitsWarper(0.3)],
         [EpsilonLogitsWarper(0.01)],
         [EtaLogitsWarper(0.3)],
         [EtaLogitsWarper(0.01)],
-        [SuppressTokensLogitsProcessor([1, 2])],
-        [SuppressTokensLogitsProcessor([1])],
-        [LogitNormalization()],
-        [InfNanRemoveLogitsProcessor()],
-        [TemperatureLogitsWarper(0.5), TopKLogitsWarper(3)],
-        [TopKLogitsWarper(3), TemperatureLogitsWarper(0.5)],
+        [hf.SuppressTokensLogitsProcessor([1, 2])],
+        [hf.SuppressTokensLogitsProcessor([1])],
+        [hf.LogitNormalization()],
+        [hf.InfNanRemoveLogitsProcessor()],
+        [hf.TemperatureLogitsWarper(0.5), hf.TopKLogitsWarper(3)],
+        [hf.TopKLogitsWarper(3), hf.TemperatureLogitsWarper(0.5)],
         [],
     ]
     calls = [Call(own, make_logits("plain", 8, 2, 12, seed), seed) for seed, own in enumerate(processors)]
@@ -329,10 +303,10 @@ def test_calls_that_differ_in_what_is_not_merged() -> None:
 
 def test_one_processor_runs_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds: dict[Any, Callable[[int], float]] = {
-        RepetitionPenaltyLogitsProcessor: lambda i: 1.1 + i,
-        TemperatureLogitsWarper: lambda i: 0.5 + i / 7,
-        TopPLogitsWarper: lambda i: 0.5 + i / 20,
-        MinPLogitsWarper: lambda i: i / 50,
+        hf.RepetitionPenaltyLogitsProcessor: lambda i: 1.1 + i,
+        hf.TemperatureLogitsWarper: lambda i: 0.5 + i / 7,
+        hf.TopPLogitsWarper: lambda i: 0.5 + i / 20,
+        hf.MinPLogitsWarper: lambda i: i / 50,
     }
     calls = [
         Call([kind(value(i)) for kind, value in kinds.items()], make_logits("plain", 1, 2, 40, i), i, width=i + 1)
@@ -354,7 +328,7 @@ def test_one_processor_runs_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_parameter_that_changes_on_the_way() -> None:
     """A caller's own warper object, cooled from step to step."""
-    calls = [Call([TemperatureLogitsWarper(1.0)], make_logits("plain", 4, 1, 40, i), i) for i in range(3)]
+    calls = [Call([hf.TemperatureLogitsWarper(1.0)], make_logits("plain", 4, 1, 40, i), i) for i in range(3)]
     expected = []
     for i, call in enumerate(calls):
         generator = torch.Generator().manual_seed(i)
@@ -373,27 +347,27 @@ def test_a_parameter_that_changes_on_the_way() -> None:
 # What looks at the tokens so far
 
 
-class Mine(TemperatureLogitsWarper):
+class Mine(hf.TemperatureLogitsWarper):
     def __call__(self, input_ids: Any, scores: Tensor) -> Tensor:
         return scores.flip(-1)
 
 
 def test_processors_that_look_where_tokens_are_or_are_unknown() -> None:
     """Rows of such a call meet no others, and the calls beside them are not changed by that."""
-    ignoring = RepetitionPenaltyLogitsProcessor(1.9, prompt_ignore_length=2)
-    unmerged = [ignoring, Mine(0.5), NoRepeatNGramLogitsProcessor(1)]
+    ignoring = hf.RepetitionPenaltyLogitsProcessor(1.9, prompt_ignore_length=2)
+    unmerged = [ignoring, Mine(0.5), hf.NoRepeatNGramLogitsProcessor(1)]
     calls = [
-        Call([own, TemperatureLogitsWarper(0.5)], make_logits("plain", 4, 2, 12, seed), seed)
+        Call([own, hf.TemperatureLogitsWarper(0.5)], make_logits("plain", 4, 2, 12, seed), seed)
         for seed, own in enumerate(unmerged)
     ]
     assert [call.sampler.kind for call in calls] == [None] * len(calls)
     assert all(needs_ids(call.processors) for call in calls)
     penalized = [
-        Call([RepetitionPenaltyLogitsProcessor(1.2 + seed)], make_logits("plain", 4, 2, 12, seed), seed, width)
+        Call([hf.RepetitionPenaltyLogitsProcessor(1.2 + seed)], make_logits("plain", 4, 2, 12, seed), seed, width)
         for seed, width in enumerate([1, 5, 3])
     ]
     assert len({call.sampler.kind for call in penalized}) == 1 and penalized[0].sampler.kind is not None
-    assert not needs_ids([TemperatureLogitsWarper(0.5)]) and not needs_ids([])
+    assert not needs_ids([hf.TemperatureLogitsWarper(0.5)]) and not needs_ids([])
     check([call for pair in zip(calls, [*penalized, Call([], calls[0].logits, 9)]) for call in pair])
 
 
@@ -564,11 +538,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(
     ("dtype", "limits"),
-    [
-        (torch.float32, {}),
-        (torch.float32, {"num_blocks": 24, "max_num_batched_tokens": 16}),
-        (torch.bfloat16, {}),
-    ],
+    [(torch.float32, {}), (torch.float32, {"num_blocks": 24, "max_num_batched_tokens": 16}), (torch.bfloat16, {})],
     ids=["roomy", "tight", "bfloat16"],
 )
 def test_requests_of_many_kinds_at_once(dtype: torch.dtype, limits: dict[str, int]) -> None:

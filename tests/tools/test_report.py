@@ -5,16 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers as hf
 from rich.console import Console
-from transformers import (
-    DynamicCache,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-)
 
 from hf_paged.tools.report import (
     KVUsage,
@@ -75,8 +67,8 @@ def generate(model, attention_mask, **kwargs):
 
 def test_stock_usage_of_a_real_cache_counts_padding_as_waste():
     attention_mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 0, 1, 1]])
-    cache = generate(LlamaForCausalLM(LlamaConfig(**SIZES)), attention_mask, max_new_tokens=4)
-    assert isinstance(cache, DynamicCache)
+    cache = generate(hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)), attention_mask, max_new_tokens=4)
+    assert isinstance(cache, hf.DynamicCache)
     usage = stock_kv_usage(cache, attention_mask, [4, 4])
     # 5 + 4 tokens a row, of which the last has no K/V yet; the second row has 3 slots of padding.
     assert usage == KVUsage(2 * 8 * BYTES_PER_SLOT, (8 + 5) * BYTES_PER_SLOT)
@@ -85,15 +77,15 @@ def test_stock_usage_of_a_real_cache_counts_padding_as_waste():
 
 def test_stock_usage_counts_what_a_finished_row_is_fed_as_waste():
     attention_mask = torch.ones(2, 3, dtype=torch.long)
-    cache = generate(LlamaForCausalLM(LlamaConfig(**SIZES)), attention_mask, max_new_tokens=6)
+    cache = generate(hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)), attention_mask, max_new_tokens=6)
     # Had the second row ended with its second token: 3 + 2 real tokens of its 3 + 5 slots.
     assert stock_kv_usage(cache, attention_mask, [6, 2]).waste == pytest.approx(3 / 16)
 
 
 def test_stock_usage_measures_the_slots_that_a_sliding_window_keeps():
-    config = MistralConfig(**SIZES, head_dim=8, sliding_window=4)
+    config = hf.MistralConfig(**SIZES, head_dim=8, sliding_window=4)
     attention_mask = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1]])
-    cache = generate(MistralForCausalLM(config), attention_mask, max_new_tokens=2)
+    cache = generate(hf.MistralForCausalLM(config), attention_mask, max_new_tokens=2)
     kept = cache.layers[0].keys.shape[-2]
     assert kept < 7
     usage = stock_kv_usage(cache, attention_mask, [2, 2])
@@ -116,7 +108,7 @@ def test_usage_of_a_model_with_states_has_no_waste():
     usage = paged_kv_usage(engine(["conv"], peak_blocks_in_use=5, peak_kv_tokens_stored=9, peak_kv_slots_allocated=10))
     assert usage == KVUsage(5 * 1024, None)
     assert usage.waste is None
-    model = MambaForCausalLM(MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, state_size=4))
+    model = hf.MambaForCausalLM(hf.MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, state_size=4))
     ids = torch.ones(2, 3, dtype=torch.long)
     cache = model(ids, use_cache=True).cache_params
     states = sum(layer.conv_states[0].nbytes + layer.recurrent_states[0].nbytes for layer in cache.layers)

@@ -215,6 +215,20 @@ def change_a_weight(model: Any) -> None:
         model.model.layers[1].mlp.up_proj.weight.mul_(-1.5)
 
 
+def change_the_last_norm(model: Any) -> None:
+    with torch.no_grad():
+        model.model.norm.weight.mul_(-3.0)
+
+
+def replace_a_forward(model: Any) -> None:
+    norm = model.model.norm
+    norm.forward = lambda states: 2.0 - type(norm).forward(norm, states)
+
+
+def change_the_dtype(model: Any) -> None:
+    model.double()
+
+
 CHANGES = [
     hook_a_projection,
     hook_a_layer,
@@ -225,11 +239,17 @@ CHANGES = [
     change_eps,
     change_scaling,
     change_a_weight,
+    change_the_last_norm,
+    replace_a_forward,
+    change_the_dtype,
 ]
 
 
+@pytest.mark.parametrize("is_in_c", [True, False], ids=["layers in C", "fused kernels"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_changes_are_seen(change: Callable[[Any], None]) -> None:
+def test_changes_are_seen(change: Callable[[Any], None], is_in_c: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_in_c:
+        monkeypatch.setattr(layers, "KINDS", [find for find in KINDS if find is not find_decoder_layer])
     stock, model = build("llama"), patched("llama")
     model.generate(IDS, **GREEDY)
     for one in (stock, model):

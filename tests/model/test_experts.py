@@ -14,9 +14,7 @@ from helpers.models import build, random_ids
 from hf_paged.kernels import cpu_linear
 from hf_paged.model.experts import Experts
 
-pytestmark = [
-    pytest.mark.skipif(isinstance(cpu_linear.load(torch.float32), str), reason="there is no kernel here"),
-]
+pytestmark = [pytest.mark.skipif(isinstance(cpu_linear.load(torch.float32), str), reason="there is no kernel here")]
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
 
 

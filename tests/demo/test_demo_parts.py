@@ -210,9 +210,6 @@ def test_errors_are_shown_as_text(caplog: pytest.LogCaptureFixture) -> None:
     assert "a handler failed" in caplog.text
 
 
-# --------------------------------------------------------------------------------------------------------------- limits
-
-
 # ------------------------------------------------------------------------------------------------------- time and tasks
 
 

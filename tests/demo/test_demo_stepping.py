@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from demo.generation import Sampling
 from demo.hub import Hub
 from demo.limits import Limits
 from demo.loading import load
 from demo.stepping import quote
-
-
-def step(number: int, chunks: list[list[int]], **fields: Any) -> dict[str, Any]:
-    num_tokens = sum(chunk[3] for chunk in chunks)
-    num_decode = sum(chunk[3] == 1 for chunk in chunks)
-    return {
-        "id": 99, "time": 0.0, "step": number, "kind": "step", "chunks": chunks, "num_seqs": len(chunks),
-        "num_tokens": num_tokens, "num_decode": num_decode, "num_prefill_tokens": num_tokens - num_decode,
-        "seconds": 0.0051, "num_waiting": 0, "num_swapped": 0, "num_free_blocks": 3, "is_stalled": False,
-    } | fields  # fmt: skip
 
 
 def test_every_step_of_a_real_run_is_explained() -> None:

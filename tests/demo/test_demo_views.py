@@ -59,9 +59,6 @@ def engine() -> Any:
     hf_paged.unpatch(model)
 
 
-# Blocks as text
-
-
 # The pool
 
 
@@ -153,12 +150,6 @@ def test_events_of_an_engine_become_sentences(engine: hf_paged.Engine) -> None:
 )
 def test_sentences(event: dict[str, Any], sentence: str) -> None:
     assert sentences.describe_event(event | {"sequence": 45}, "chat-2").startswith(sentence)
-
-
-# Beams
-
-
-# Memory maps
 
 
 # Text

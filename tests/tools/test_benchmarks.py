@@ -105,28 +105,13 @@ def test_whole_calls_are_measured_and_compared(tmp_path: Path, monkeypatch: pyte
         return dataclasses.replace(workload, requests=requests, batch_sizes=(2,), options={"do_sample": False})
 
     monkeypatch.setitem(generate.WORKLOADS, "D", small)
-    command = [
-        "generate.py",
-        "--workload",
-        "D",
-        "--limit",
-        "4",
-        "--reps",
-        "1",
-        "--threads",
-        "1",
-        "--out",
-        str(tmp_path),
-    ]
-    monkeypatch.setattr(sys, "argv", [*command, "--engines", "hf_paged", "stock"])
+    options = "--workload D --limit 4 --reps 1 --threads 1 --engines hf_paged stock --out"
+    monkeypatch.setattr(sys, "argv", ["generate.py", *options.split(), str(tmp_path)])
     generate.main()
     written = json.loads((tmp_path / "generate-D-float32.json").read_text())
     result = written["results"]["D"]
     assert result["num_new_tokens"] == 3 + 4 + 5 + 6 and written["versions"]["torch"] == torch.__version__
-    assert {name: row["identical_requests"] for name, row in result["engines"].items()} == {
-        "hf_paged": 4,
-        "stock": 4,
-    }
+    assert {name: row["identical_requests"] for name, row in result["engines"].items()} == {"hf_paged": 4, "stock": 4}
     assert all(row["seconds"] > 0 for row in result["engines"].values())
     assert result["engines"]["hf_paged"]["peak_kv_bytes"] > 0
 

@@ -24,11 +24,7 @@ if not serve.is_serve_available():
     pytest.skip("transformers serve needs its own extra, [serving]", allow_module_level=True)
 utils = pytest.importorskip("transformers.cli.serving.utils")
 
-from hf_paged.tools.transformers_serve import (  # noqa: E402
-    PagedGenerationState,
-    PagedModelManager,
-    paged_serving,
-)
+from hf_paged.tools.transformers_serve import PagedGenerationState, PagedModelManager, paged_serving  # noqa: E402
 
 PROMPTS = [f"Once upon a time {name}" for name in ("a dog", "the old king", "two friends went", "it was")]
 NUM_TOKENS = 24

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from array import array
 from dataclasses import FrozenInstanceError

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,29 +15,22 @@ from torch import Tensor, nn
 
 import hf_paged
 from helpers.models import least_blocks, ragged_batch, random_ids
-from helpers.pairs import Pair, new_cache
-from helpers.waiting import join
+from helpers.modes import EACH_MODEL
+from helpers.pairs import MakePair, Pair, new_cache
+from helpers.waiting import at_once
 from helpers.wrappers import IMAGE, WRAPPERS, asking, build_wrapper
 from hf_paged import PagedCache
 from hf_paged.api.support import is_architecture_supported
 from hf_paged.model.wrapper import token_positions
 
-MakePair = Callable[..., Pair]
-
 NEW = 8
 OLD = Version(transformers.__version__) < Version("5.18.dev0")
 
-MODES: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "sample": {"do_sample": True, "top_k": 20},
-    "samples": {"do_sample": True, "num_return_sequences": 3},
-    "beams": {"num_beams": 3, "num_return_sequences": 2, "return_dict_in_generate": True, "output_scores": True},
-}
 CAUSAL = [name for name, row in WRAPPERS.items() if row.is_causal]
 
 every_wrapper = pytest.mark.parametrize("name", WRAPPERS)
 every_causal = pytest.mark.parametrize("name", CAUSAL)
-every_mode = pytest.mark.parametrize("mode", MODES)
+every_mode = pytest.mark.parametrize("mode", EACH_MODEL)
 
 SINGLE = ("fuyu", "qwen2_5_omni", "llama4")
 """Whose pictures stock doesn't expand for samples and beams."""
@@ -59,9 +50,11 @@ def make_wrapper_pair(make_pair: MakePair) -> MakePair:
 @every_wrapper
 @pytest.mark.parametrize("mode", ["greedy", "beams"])
 def test_text_alone(make_wrapper_pair: MakePair, name: str, mode: str) -> None:
-    """Would break: calls without a picture, which need nothing but ids."""
     pair = make_wrapper_pair(name)
-    pair.generate(**ragged_batch(), max_new_tokens=NEW, **MODES[mode])
+    prompt = random_ids(1, 9, seed=1)
+    request = pair.engine.submit(prompt, max_new_tokens=NEW)
+    assert request.result(20).token_ids == pair.stock.generate(prompt, max_new_tokens=NEW)[0, 9:].tolist()
+    pair.generate(**ragged_batch(), max_new_tokens=NEW, **EACH_MODEL[mode])
     # Stock computes PaliGemma otherwise with padding than without.
     in_one_step = name != "paligemma" and not pair.engine.traits.states
     if in_one_step and (mode != "beams" or pair.stock._supports_logits_to_keep()):
@@ -76,23 +69,13 @@ def test_pictures(make_wrapper_pair: MakePair, name: str, mode: str) -> None:
         pytest.skip("stock doesn't expand its pictures")
     pair = make_wrapper_pair(name)
     call = asking(name, (0, 1), TWO)
-    pair.generate(**call, max_new_tokens=NEW, **MODES[mode])
+    pair.generate(**call, max_new_tokens=NEW, **EACH_MODEL[mode])
     has_logits_of_last = mode in ("greedy", "sample", "samples") or pair.stock._supports_logits_to_keep()
     is_odd = OLD and name == "mistral3"  # its tower rounds copies otherwise there
     # A prompt whose state is kept at the last block boundary takes two steps.
     is_odd |= bool(pair.engine.traits.states)
     if has_logits_of_last and WRAPPERS[name].is_causal and not is_odd:
         assert pair.seen[0] == int(call["attention_mask"].sum()), "padding or copies were computed"
-
-
-@every_wrapper
-def test_submitted_text(name: str) -> None:
-    """Would break: `submit()` for a multimodal model."""
-    stock = build_wrapper(name)
-    paged = hf_paged.patch(copy.deepcopy(stock), block_size=4, num_blocks=64)
-    prompt = random_ids(1, 9)
-    request = paged.paged.submit(prompt, max_new_tokens=NEW)
-    assert request.result(20).token_ids == stock.generate(prompt, max_new_tokens=NEW)[0, 9:].tolist()
 
 
 @every_wrapper
@@ -173,14 +156,13 @@ def test_pool_too_small_for_the_batch(make_wrapper_pair: MakePair, name: str, pr
     both = sum(least_blocks(model, num_tokens, 2, 3) for num_tokens in prompts)
     num_blocks = max(both, least_blocks(model, max(prompts) + 20, 2, 3)) + 2
     pair = make_wrapper_pair(name, block_size=2, num_blocks=num_blocks, max_num_batched_tokens=3, preemption=preemption)
-    pair.generate(**call, max_new_tokens=20, eos_token_id=None, **MODES[mode])
+    pair.generate(**call, max_new_tokens=20, eos_token_id=None, **EACH_MODEL[mode])
     assert max(pair.seen) <= 3 or not WRAPPERS[name].is_causal
     assert pair.delta["num_preemptions"] > 0
 
 
 @every_causal
 def test_the_same_picture_is_computed_once(make_wrapper_pair: MakePair, name: str) -> None:
-    """Would break: hits behind a picture, or hits for another one."""
     pair = make_wrapper_pair(name, block_size=2)
     num_tokens = asking(name)["input_ids"].shape[1]
     pair.generate(**asking(name), max_new_tokens=2)
@@ -199,7 +181,6 @@ def test_the_same_picture_is_computed_once(make_wrapper_pair: MakePair, name: st
 
 @pytest.mark.parametrize("name", [name for name, row in WRAPPERS.items() if row.types and row.has_start])
 def test_equal_pixels_under_another_grid_are_another_picture(make_wrapper_pair: MakePair, name: str) -> None:
-    """Would break: hits for a picture of the same patches whose tokens lie elsewhere."""
     pair = make_wrapper_pair(name, block_size=2)
     call = asking(name)
     pair.generate(**call, max_new_tokens=2)
@@ -235,7 +216,6 @@ def test_logits_to_keep(make_wrapper_pair: MakePair, name: str) -> None:
 
 @every_wrapper
 def test_threads_with_pictures_of_their_own(name: str) -> None:
-    """Would break: what a call leaves on the model for its next forward, read by another thread's."""
     stock = build_wrapper(name)
     paged = hf_paged.patch(copy.deepcopy(stock), block_size=4, num_blocks=512)
     calls = []
@@ -252,23 +232,13 @@ def test_threads_with_pictures_of_their_own(name: str) -> None:
         return model.generate(ids, past_key_values=cache, max_new_tokens=6, eos_token_id=None)
 
     expected = [talk(stock, call) for call in calls]
-    found: list[Tensor | None] = [None] * len(calls)
-
-    def run(index: int) -> None:
-        found[index] = talk(paged, calls[index])
-
-    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    join(*threads, seconds=60)
-    for one, other in zip(expected, found, strict=True):
-        assert other is not None and torch.equal(one, other)
+    found = at_once(lambda call: talk(paged, call), calls)
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
     paged.paged.check_invariants()
 
 
 @every_wrapper
 def test_nothing_is_left_on_the_model(name: str) -> None:
-    """Would break: the model as its user left it; a cache of stock that is continued, which looks there."""
     paged = hf_paged.patch(build_wrapper(name), block_size=4, num_blocks=64)
     parts = [paged, paged.base_model]
     before = [dict(vars(part)) for part in parts]
@@ -299,7 +269,6 @@ def test_tokens_that_see_each_other(make_wrapper_pair: MakePair, name: str) -> N
 @pytest.mark.parametrize("name", [name for name, row in WRAPPERS.items() if not row.is_causal])
 @pytest.mark.parametrize("budget", [1, 3, 6])
 def test_no_edge_lies_within_a_picture(make_wrapper_pair: MakePair, name: str, budget: int) -> None:
-    """Would break: an edge of a chunk, or of what the prefix cache has, between tokens that see each other."""
     pair = make_wrapper_pair(name, block_size=2, max_num_batched_tokens=budget)
     for before in range(4):
         for behind, seed in ((2, 0), (2, 0), (3, 1)):
@@ -316,32 +285,10 @@ def test_no_edge_lies_within_a_picture(make_wrapper_pair: MakePair, name: str, b
             assert has_whole or not any(start < edge < stop for edge in edges)
 
 
-def test_rows_of_both_kinds_in_one_step(make_wrapper_pair: MakePair) -> None:
-    """Would break: a step with rows under masks and rows without, and which logits are whose."""
-    pair = make_wrapper_pair("gemma3", block_size=2)
-    picture, text = asking("gemma3"), {"input_ids": random_ids(1, 5)}
-    expected = [pair.stock.generate(**call, max_new_tokens=NEW) for call in (picture, text, picture)]
-    found: dict[int, Tensor] = {}
-
-    def run(index: int, call: dict[str, Any]) -> None:
-        found[index] = pair.paged.generate(**call, max_new_tokens=NEW)
-
-    calls = enumerate((picture, text, picture))
-    threads = [threading.Thread(target=run, args=(index, call), daemon=True) for index, call in calls]
-    for thread in threads:
-        thread.start()
-    join(*threads)
-    assert all(torch.equal(one, found[index]) for index, one in enumerate(expected))
-
-
+HIDDEN_STATES = {"return_dict_in_generate": True, "output_hidden_states": True}
 OTHERS: dict[str, dict[str, Any]] = {
-    "hidden_states": {"return_dict_in_generate": True, "output_hidden_states": True},
-    "hidden_states_of_samples": {
-        "return_dict_in_generate": True,
-        "output_hidden_states": True,
-        "do_sample": True,
-        "num_return_sequences": 2,
-    },
+    "hidden_states": HIDDEN_STATES,
+    "hidden_states_of_samples": HIDDEN_STATES | {"do_sample": True, "num_return_sequences": 2},
     "scores": {"return_dict_in_generate": True, "output_scores": True, "output_logits": True},
     "lookup": {"prompt_lookup_num_tokens": 3},
     "chunks": {"prefill_chunk_size": 4},

@@ -11,7 +11,6 @@ from hf_paged.core.block_table import Offer
 from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.group_rows import GroupRows
 from hf_paged.core.policy import Policy
-from hf_paged.core.running import Running
 from hf_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from hf_paged.core.sequences import Sequences
 from hf_paged.core.step import Step
@@ -50,7 +49,6 @@ class Scheduler(Sequences):
         max_num_batched_tokens = max(max_num_batched_tokens, manager.least_chunk)  # or prompts would never begin
         self._rows = GroupRows(manager, self.queues, self.preemption)
         self.admission = Admission(manager, self.queues, self.preemption, self._rows, max_num_batched_tokens)
-        self._running = Running(manager, self.queues, self._rows)
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
         self._steps: dict[int, list[Chunk]] = {}  # that are in flight, by number
@@ -142,8 +140,63 @@ class Scheduler(Sequences):
         )
 
     def _run_queues(self, step: Step) -> None:
-        self._running.run(step)
+        self._run_resident(step)
         self.admission.run(step)
+
+    def _run_resident(self, step: Step) -> None:
+        """Fills a step from groups in the pool, in the policy's order: decodes first, then chunks of prompts."""
+        prefills: list[SequenceGroup] = []
+        parked: list[int] = []
+        queues = self.queues
+        in_flight, append_token, is_open = queues.in_flight, self._manager.append_token, step.is_open
+        for arrival, group in queues.in_order():
+            if arrival in in_flight or arrival not in queues.ready:  # not there: preempted for an older one
+                continue
+            sequences = group.sequences
+            if len(sequences) == 1:
+                sequence = sequences[0]
+                computed = sequence.num_computed_tokens
+                longest = sequence.num_tokens - computed if sequence.is_wanted else 0
+                if (
+                    longest == 1
+                    and is_open
+                    and step.budget > 0 < step.num_seqs
+                    and (group.batch_key == step.batch_key or not step.has_key)
+                    and not group.is_split
+                    and (new_blocks := append_token(sequence.seq_id)) is not None
+                ):
+                    # The usual decode, by the shortest way.
+                    if new_blocks:
+                        step.moves.new_blocks.extend(new_blocks)
+                    step.batch_key, step.has_key = group.batch_key, True
+                    step.chunks.append((sequence, computed, 1))
+                    step.budget -= 1
+                    step.num_seqs -= 1
+                    in_flight.add(arrival)
+                    continue
+            else:
+                longest = max(
+                    [s.num_tokens - s.num_computed_tokens if s.is_wanted else 0 for s in sequences], default=0
+                )
+            if longest == 0:
+                parked.append(arrival)
+            elif not step.admits(group):
+                continue
+            elif longest > 1:
+                prefills.append(group)
+            elif step.budget == 0 or step.num_seqs == 0 or step.needs_tokens:
+                break
+            else:
+                self._rows.run(step, group)
+                is_open = step.is_open
+        for arrival in parked:
+            queues.ready.pop(arrival, None)  # an idle one may have been preempted meanwhile
+        for group in prefills:
+            if step.is_full or step.needs_tokens:
+                break
+            # Asked again, because only what ran before it may have given the step its key.
+            if group.arrival in queues.ready and step.admits(group):
+                self._rows.run(step, group)
 
     # After a step
 

@@ -35,6 +35,7 @@ class _Answer:
         self._serving = serving
         self._body = body
         self._generation = generation
+        self._prompts = list(body.prompts.values())
         self._head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -121,8 +122,5 @@ class _Answer:
     def _echo(self, index: int) -> str:
         if not self._body.echo:
             return ""
-        prompt = self._body.prompt
-        if isinstance(prompt, str):
-            return prompt
-        given = prompt[index // self._body.n] if not isinstance(prompt[0], int) else prompt
-        return given if isinstance(given, str) else self._serving.prompts.text_of(given, self._body.skip_special_tokens)  # type: ignore[arg-type]
+        given = self._prompts[index // self._body.n]
+        return given if isinstance(given, str) else self._serving.prompts.text_of(given, self._body.skip_special_tokens)

@@ -67,19 +67,11 @@ class Prompts:
 
     def of_completion(self, body: CompletionRequest) -> list[Prompt]:
         """The prompts of a completion: one, or several."""
-        return [Prompt(token_ids) for token_ids in self._ids_of_completion(body)]
-
-    def _ids_of_completion(self, body: CompletionRequest) -> list[list[int]]:
-        prompt = body.prompt
-        if isinstance(prompt, str):
-            return [self.of_text(prompt, "prompt")]
-        if not prompt:
+        if body.prompt == []:
             raise bad_field("prompt", "it is empty")
-        if isinstance(prompt[0], int):
-            return [self._checked(prompt, "prompt")]  # type: ignore[arg-type]
         return [
-            self.of_text(own, f"prompt.{number}") if isinstance(own, str) else self._checked(own, f"prompt.{number}")  # type: ignore[arg-type]
-            for number, own in enumerate(prompt)
+            Prompt(self.of_text(own, field) if isinstance(own, str) else self._checked(own, field))
+            for field, own in body.prompts.items()
         ]
 
     def of_text(self, text: str, field: str, add_special_tokens: bool = True) -> list[int]:

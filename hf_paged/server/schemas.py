@@ -270,13 +270,19 @@ class CompletionRequest(SamplingBody):
         return max((number for number in asked if number is not None), default=None)
 
     @property
+    def prompts(self) -> dict[str, str | list[int]]:
+        """Each of its prompts, by where it is in the body."""
+        if isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int):
+            return {"prompt": self.prompt}  # type: ignore[dict-item]
+        return {f"prompt.{number}": own for number, own in enumerate(self.prompt)}  # type: ignore[misc]
+
+    @property
     def num_prompts(self) -> int:
-        return 1 if isinstance(self.prompt, str) or isinstance(next(iter(self.prompt), 0), int) else len(self.prompt)
+        return len(self.prompts)
 
     @property
     def num_characters(self) -> int:
-        prompts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
-        return sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        return sum(len(prompt) for prompt in self.prompts.values() if isinstance(prompt, str))
 
     @property
     def num_samples(self) -> int:

@@ -21,10 +21,10 @@ def most_tokens(body: SamplingBody, prompts: Sequence[Prompt], most_bytes: int) 
     """
     num_choices = body.num_samples * len(prompts)
     of_token = OF_TOKEN + OF_LOGPROB * _num_named(body.wanted_logprobs)
-    of_prompts = body.n * (
-        OF_LOGPROB * _num_named(body.prompt_logprobs) * sum(len(prompt.token_ids) for prompt in prompts)
-        + (_of_echo(body, prompts, of_token) if isinstance(body, CompletionRequest) and body.echo else 0)
-    )
+    num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    of_prompts = body.n * OF_LOGPROB * _num_named(body.prompt_logprobs) * num_prompt_tokens
+    if isinstance(body, CompletionRequest) and body.echo:
+        of_prompts += body.n * (body.num_characters + of_token * num_prompt_tokens)
     most = (most_bytes - of_prompts - num_choices * OF_CHOICE) // (num_choices * of_token)
     wanted = 1 if body.limit is None else body.limit
     if most >= wanted:
@@ -46,9 +46,3 @@ def most_tokens(body: SamplingBody, prompts: Sequence[Prompt], most_bytes: int) 
 def _num_named(num_top: int | None) -> int:
     """Tokens that are named in the place of one."""
     return 0 if num_top is None else 1 + num_top
-
-
-def _of_echo(body: CompletionRequest, prompts: Sequence[Prompt], of_token: int) -> int:
-    given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    of_texts = sum(len(text) for text in given if isinstance(text, str))
-    return of_texts + of_token * sum(len(prompt.token_ids) for prompt in prompts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,17 +16,15 @@ from starlette.responses import JSONResponse, Response
 from hf_paged import Engine, patch
 from hf_paged.server import chat, completions, responses
 from hf_paged.server.errors import ApiError, add_handlers
-from hf_paged.server.limits import check_key
 from hf_paged.server.logs import RequestLog
 from hf_paged.server.metrics import CONTENT_TYPE
 from hf_paged.server.pictures import limits_of
 from hf_paged.server.schemas import DetokenizeRequest, TokenizeRequest
-from hf_paged.server.serving import Serving
+from hf_paged.server.serving import Handler, Serving
 from hf_paged.server.settings import ServerSettings
 
 OPENAPI = "/openapi.json"
 logger = logging.getLogger("hf_paged.server")
-Handler = Callable[[Serving, Request], Awaitable[Any]]
 
 
 def create_app(
@@ -91,22 +89,20 @@ def create_app(
 
 def _add(app: FastAPI, serving: Serving, method: str, path: str, handle: Handler) -> None:
     async def route(request: Request) -> Response:
-        return await serving.answer(path, request, lambda request: handle(serving, request))
+        return await serving.answer(path, request, handle)
 
     limits = limits_of(serving.settings) if path in (chat.PATH, responses.PATH) else ""
     summary = (handle.__doc__ or "").split("\n")[0]
     app.add_api_route(path, route, methods=[method], name=path, summary=summary, description=limits)
 
 
-async def _models(serving: Serving, request: Request) -> Any:
+async def _models(serving: Serving, _request: Request) -> Any:
     """The models that there are."""
-    check_key(request, serving.settings.api_keys)
     return {"object": "list", "data": [_described(serving, name) for name in serving.model_names]}
 
 
 async def _model(serving: Serving, request: Request) -> Any:
     """One of them."""
-    check_key(request, serving.settings.api_keys)
     name = request.path_params["name"]
     if name not in serving.model_names:
         raise ApiError(404, f"there is no model {name!r:.200}", "model", "model_not_found")
@@ -147,27 +143,23 @@ async def _detokenize(serving: Serving, request: Request) -> Any:
     return {"prompt": await serving.in_thread(serving.prompts.text_of, body.tokens, size=4 * len(body.tokens))}
 
 
-async def _metrics(serving: Serving, request: Request) -> Any:
+async def _metrics(serving: Serving, _request: Request) -> Any:
     """For Prometheus."""
-    check_key(request, serving.settings.api_keys)
     return Response(await serving.in_thread(serving.metrics.text), media_type=CONTENT_TYPE)
 
 
-async def _openapi(serving: Serving, request: Request) -> Any:
+async def _openapi(_serving: Serving, request: Request) -> Any:
     """What there is, for programs."""
-    check_key(request, serving.settings.api_keys)
     return request.app.openapi() | {"servers": [{"url": request.scope.get("root_path") or "/"}]}
 
 
-async def _docs(serving: Serving, request: Request) -> Any:
+async def _docs(_serving: Serving, request: Request) -> Any:
     """What there is, to be tried."""
-    check_key(request, serving.settings.api_keys)
     return get_swagger_ui_html(openapi_url=request.scope.get("root_path", "") + OPENAPI, title="hf_paged")
 
 
-async def _redoc(serving: Serving, request: Request) -> Any:
+async def _redoc(_serving: Serving, request: Request) -> Any:
     """What there is, to be read."""
-    check_key(request, serving.settings.api_keys)
     return get_redoc_html(openapi_url=request.scope.get("root_path", "") + OPENAPI, title="hf_paged")
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
 
 from hf_paged.server.generation import Delta, Generation, Text
-from hf_paged.server.replies import DONE, TextEvents, event, event_stream, joined
+from hf_paged.server.replies import DONE, TextEvents, event, joined
 from hf_paged.server.schemas import ChatRequest
 from hf_paged.server.serving import Serving
 from hf_paged.server.tools import Parser, has_schema, message_of, parser_of, read
@@ -27,20 +26,7 @@ async def create(serving: Serving, request: Request) -> Any:
     generation = await serving.start(
         request, body, lambda: [serving.prompts.of_chat(body.messages, body.add_generation_prompt, tools or None)]
     )
-    answer = _Answer(serving, body, generation)
-    if body.stream:
-        return event_stream(answer.events(), generation.close)
-    await serving.finished(request, generation)
-    serving.note_end(body, generation)
-    return answer.whole()
-
-
-@dataclass(slots=True)
-class _Reading:
-    """How far a streamed message is read."""
-
-    parser: Parser
-    has_calls: bool = False
+    return await serving.reply(request, body, generation, _Answer(serving, body, generation))
 
 
 def _reason(has_calls: bool, parser: Parser, reason: str) -> str:
@@ -59,6 +45,7 @@ class _Answer:
             "created": int(time.time()),
             "model": body.model or serving.model_name,
         }
+        self._with_calls: set[int] = set()  # indexes of streamed texts
         self._plain = TextEvents(lambda index, text: self._data(index, {"content": text}, None, None))
 
     def whole(self) -> dict[str, Any]:
@@ -82,7 +69,7 @@ class _Answer:
 
     async def events(self) -> AsyncIterator[bytes]:
         body, generation = self._body, self._generation
-        parsers = [_Reading(self._parser()) for _ in generation.texts]
+        parsers = [self._parser() for _ in generation.texts]
         first = {"role": "assistant", "content": ""}
         async for piece in joined(self._event(text.index, first, None, None) for text in generation.texts):
             yield piece
@@ -94,13 +81,14 @@ class _Answer:
             yield event(self._head | {"choices": [], "usage": generation.usage})
         yield DONE
 
-    def _chunks(self, delta: Delta, reading: _Reading) -> Iterator[bytes]:
+    def _chunks(self, delta: Delta, parser: Parser) -> Iterator[bytes]:
         is_over, said = delta.finish_reason is not None, self._said(delta.logprobs)
-        pieces = reading.parser.feed(delta.text) + (reading.parser.end() if is_over else [])
-        reading.has_calls = reading.has_calls or any("tool_calls" in piece for piece in pieces)
+        pieces = parser.feed(delta.text) + (parser.end() if is_over else [])
+        if any("tool_calls" in piece for piece in pieces):
+            self._with_calls.add(delta.index)
         reason = None
         if delta.finish_reason is not None:
-            reason = _reason(reading.has_calls, reading.parser, delta.finish_reason)
+            reason = _reason(delta.index in self._with_calls, parser, delta.finish_reason)
         if not pieces and (said is not None or is_over):
             pieces = [{}]
         for number, piece in enumerate(pieces, 1):

@@ -12,7 +12,7 @@ from fastapi import Request
 
 from hf_paged import TokenLogprobs
 from hf_paged.server.generation import Delta, Generation, Text
-from hf_paged.server.replies import DONE, TextEvents, event, event_pieces, event_stream, joined
+from hf_paged.server.replies import DONE, TextEvents, event, event_pieces, joined
 from hf_paged.server.schemas import CompletionRequest
 from hf_paged.server.serving import Serving
 
@@ -22,12 +22,7 @@ PATH = "/v1/completions"
 async def create(serving: Serving, request: Request) -> Any:
     body = await serving.body(request, CompletionRequest)
     generation = await serving.start(request, body, lambda: serving.prompts.of_completion(body))
-    answer = _Answer(serving, body, generation)
-    if body.stream:
-        return event_stream(answer.events(), generation.close)
-    await serving.finished(request, generation)
-    serving.note_end(body, generation)
-    return answer.whole()
+    return await serving.reply(request, body, generation, _Answer(serving, body, generation))
 
 
 class _Answer:
@@ -75,12 +70,10 @@ class _Answer:
                 yield from event_pieces(self._data(index, echo, self._said_of_prompt(index), None) | self._usage())
         said = self._said(delta.logprobs, lengths[index])
         lengths[index] += len(delta.text)
-        yield self._event(index, delta.text, said, delta.finish_reason)
-
-    def _event(self, index: int, text: str, said: dict[str, Any] | None, reason: str | None) -> bytes:
-        if said is None and reason is None and not self._body.counts_on:
-            return self._plain.event(index, text)
-        return event(self._data(index, text, said, reason) | self._usage())
+        if said is None and delta.finish_reason is None and not self._body.counts_on:
+            yield self._plain.event(index, delta.text)
+        else:
+            yield event(self._data(index, delta.text, said, delta.finish_reason) | self._usage())
 
     def _usage(self) -> dict[str, Any]:
         return {"usage": self._generation.usage} if self._body.counts_on else {}

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from hf_paged.server.errors import ApiError
 from hf_paged.server.generation import Generation
-from hf_paged.server.replies import event, event_stream
+from hf_paged.server.replies import event
 from hf_paged.server.schemas import MAX_MESSAGES, Body, ChatRequest, ContentPart, Many, Some, Temperature, not_many
 from hf_paged.server.serving import Serving
 
@@ -103,14 +103,9 @@ async def create(serving: Serving, request: Request) -> Any:
     chat = body.as_chat()
     try:
         generation = await serving.start(request, chat, lambda: [serving.prompts.of_chat(chat.messages)])
-        answer = _Answer(serving, body, chat, generation)
-        if body.stream:
-            return event_stream(answer.events(), generation.close)
-        await serving.finished(request, generation)
+        return await serving.reply(request, chat, generation, _Answer(serving, body, chat, generation))
     except ApiError as error:
         raise _in_own_names(error, body) from None
-    serving.note_end(chat, generation)
-    return answer.whole()
 
 
 def _in_own_names(error: ApiError, body: ResponsesRequest) -> ApiError:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
@@ -22,7 +22,7 @@ from hf_paged.server.limits import B, Pace, check_key, read_body
 from hf_paged.server.logprobs import TokenNames
 from hf_paged.server.metrics import Metrics
 from hf_paged.server.prompts import Prompt, Prompts
-from hf_paged.server.replies import ClientGoneError, json_answer, unless_gone
+from hf_paged.server.replies import ClientGoneError, event_stream, json_answer, unless_gone
 from hf_paged.server.requests import RequestTable
 from hf_paged.server.schemas import SamplingBody
 from hf_paged.server.settings import ServerSettings
@@ -30,6 +30,7 @@ from hf_paged.server.sizes import most_tokens
 from hf_paged.server.wakeups import Wakeups
 
 T = TypeVar("T")
+Handler = Callable[["Serving", Request], Awaitable[Any]]
 # What a model's generation config may say of sampling, and a request doesn't.
 NEUTRAL = {
     "min_p": 0.0,
@@ -41,9 +42,16 @@ NEUTRAL = {
     "no_repeat_ngram_size": 0,
     "num_return_sequences": 1,
 }
+WITHOUT_KEY = ("/health", "/ready")
 QUICK = 1 << 14  # characters of a request that are made token ids of in some milliseconds
 ERROR_SECONDS = 0.01  # before an error is told: a client that makes nothing else makes fewer of them
 CHARACTERS_PER_TOKEN = 32  # more than any text has on average
+
+
+class Answer(Protocol):
+    def whole(self) -> dict[str, Any]: ...
+
+    def events(self) -> AsyncIterator[bytes]: ...
 
 
 class Serving:
@@ -99,7 +107,6 @@ class Serving:
         return min(positions or 1 << 30, pool or 1 << 30)
 
     async def body(self, request: Request, kind: type[B]) -> B:
-        check_key(request, self.settings.api_keys)
         if self.is_draining:
             raise ApiError(503, "the server ends", code="draining", headers={"Retry-After": "5"})
         body = request.state.body = await read_body(request, kind, self.settings, self._pace)
@@ -220,27 +227,33 @@ class Serving:
         neutral = {name: value for name, value in NEUTRAL.items() if getattr(own, name, None) not in (None, value)}
         return neutral | arguments
 
-    async def finished(self, request: Request, generation: Generation) -> None:
-        """Waits for all texts.
+    async def reply(self, request: Request, body: SamplingBody, generation: Generation, answer: Answer) -> Any:
+        """An answer as a stream that begins now, or all of it once its texts have ended.
 
         Raises:
             ClientGoneError: The client went away; what it asked for is ended.
             ApiError: It failed, or took too long.
         """
+        if body.stream:
+            return event_stream(answer.events(), generation.close)
         try:
             await unless_gone(request.receive, generation.finish())
         finally:
             generation.close()
+        self.note_end(body, generation)
+        return answer.whole()
 
     def note_end(self, body: SamplingBody, generation: Generation) -> None:
         """Books a generation whose texts have ended."""
         self.metrics.note_end(generation, time.monotonic(), body.model or self.model_name)
 
-    async def answer(self, path: str, request: Request, handle: Callable[[Request], Any]) -> Response:
+    async def answer(self, path: str, request: Request, handle: Handler) -> Response:
         """What a route's function gives, in which a client that went away is no error; counted."""
         status = 499
         try:
-            result = await handle(request)
+            if path not in WITHOUT_KEY:
+                check_key(request, self.settings.api_keys)
+            result = await handle(self, request)
             response = result if isinstance(result, Response) else await json_answer(result)
             status = response.status_code
         except (ClientGoneError, ClientDisconnect):  # waiting for the answer, or in the midst of the body

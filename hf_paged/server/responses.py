@@ -92,6 +92,7 @@ class ResponsesRequest(Body):
                 "max_completion_tokens": self.max_output_tokens,
                 "temperature": self.temperature,
                 "top_p": self.top_p,
+                "stream": self.stream,
                 "user": self.user,
                 "response_format": own,
             }

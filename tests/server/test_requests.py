@@ -49,8 +49,11 @@ def test_a_request_from_its_arrival_to_its_end() -> None:
         assert row.first_token_seconds is not None and 0 < row.first_token_seconds <= row.seconds
         assert "sea" not in repr(row)
         assert table.rows() == [row], "its seconds go on"
-        served.post("/v1/responses", {"input": "A", "max_output_tokens": 2})
-        assert [each.path for each in table.rows()] == ["/v1/responses", COMPLETION]
+        served.post("/v1/responses", {"input": "A", "max_output_tokens": 2, "stream": True})
+        assert [(each.path, each.is_streamed) for each in table.rows()] == [
+            ("/v1/responses", True),
+            (COMPLETION, False),
+        ]
 
 
 GONE: dict[str, dict[str, Any]] = {

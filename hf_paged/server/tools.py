@@ -6,7 +6,7 @@ import json
 import re
 import uuid
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic_core import from_json
 
@@ -33,14 +33,19 @@ def grammar_of(body: ChatRequest) -> str:
     return f'start: "[" call{more} "]"\ncall: {" | ".join(calls)}\n' + "\n".join(rules)
 
 
-class Parser(Protocol):
-    def feed(self, text: str) -> list[Piece]: ...
+class Parser:
+    """Reads an assistant's message as it comes. This one takes all of it as content."""
 
-    def end(self) -> list[Piece]: ...
+    def feed(self, text: str) -> list[Piece]:
+        return [{"content": text}] if text else []
+
+    def end(self) -> list[Piece]:
+        return []
 
     @property
     def is_cut(self) -> bool:
         """Whether it is in the midst of a call."""
+        return False
 
 
 def parser_of(body: ChatRequest, tokenizer: Any) -> Parser:
@@ -48,7 +53,7 @@ def parser_of(body: ChatRequest, tokenizer: Any) -> Parser:
     if body.is_forced:
         return _ForcedCalls()
     if not body.offered_tools:
-        return _Content()
+        return Parser()
     parser = _ByTokenizer(tokenizer) if has_schema(tokenizer) else _TaggedCalls()
     return parser if body.parallel_tool_calls else _FirstCall(parser)
 
@@ -65,18 +70,6 @@ def _call(index: int, name: str, arguments: str) -> Piece:
     }
 
 
-class _Content:
-    """All of it is content."""
-
-    is_cut = False
-
-    def feed(self, text: str) -> list[Piece]:
-        return [{"content": text}] if text else []
-
-    def end(self) -> list[Piece]:
-        return []
-
-
 def read(parser: Parser, text: str) -> Iterator[Piece]:
     """What all of a message says. Parsers copy what is left of a text behind each thing that they find in it."""
     for start in range(0, len(text), PIECE):
@@ -84,7 +77,7 @@ def read(parser: Parser, text: str) -> Iterator[Piece]:
     yield from parser.end()
 
 
-class _ForcedCalls:
+class _ForcedCalls(Parser):
     """The text of `grammar_of`, whose arguments come as they are generated."""
 
     def __init__(self) -> None:
@@ -110,9 +103,6 @@ class _ForcedCalls:
             pieces.append({"tool_calls": [{"index": self._index, "function": {"arguments": fragment}}]})
         return pieces
 
-    def end(self) -> list[Piece]:
-        return []
-
     @property
     def is_cut(self) -> bool:
         return self._depth > 0 or not self._text.endswith("]")
@@ -136,10 +126,8 @@ class _ForcedCalls:
         return len(self._text)
 
 
-class _TaggedCalls:
-    """Content, and calls as JSON between `<tool_call>` tags: what most templates ask for."""
-
-    is_cut = False  # such a call is content
+class _TaggedCalls(Parser):
+    """Content, and calls as JSON between `<tool_call>` tags: what most templates ask for. A cut one is content."""
 
     def __init__(self) -> None:
         self._tag = StopStrings([OPEN])
@@ -192,7 +180,7 @@ class _TaggedCalls:
         return [*pieces, _call(self._index, str(name), arguments)]
 
 
-class _FirstCall:
+class _FirstCall(Parser):
     """What another reads, without the calls behind the first."""
 
     def __init__(self, parser: Parser) -> None:
@@ -212,10 +200,8 @@ class _FirstCall:
         return [piece for piece in pieces if all(call["index"] == 0 for call in piece.get("tool_calls", ()))]
 
 
-class _ByTokenizer:
+class _ByTokenizer(Parser):
     """As the tokenizer's own schema reads it: at the end."""
-
-    is_cut = False
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

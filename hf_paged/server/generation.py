@@ -21,7 +21,7 @@ from hf_paged.server.formats import bad_grammar
 from hf_paged.server.prompts import Prompt
 from hf_paged.server.schemas import SamplingBody
 from hf_paged.server.text import Detokenizer, StopStrings
-from hf_paged.server.wakeups import News, Wakeups, in_pieces
+from hf_paged.server.wakeups import Wakeups, in_pieces
 
 PIECE = 256  # tokens that are read without a turn of the event loop in between
 TOKEN_ID = re.compile("0|[1-9][0-9]{0,17}")  # in these digits only, of all that Python knows
@@ -172,7 +172,7 @@ class Generation:
         self._wakeups = wakeups
         self._timeout = timeout
         self._may_stop = bool(body.stops)  # before the engine's end
-        self._news = News()
+        self._news = asyncio.Event()
         self._fresh: deque[_Part] = deque()  # those with news
         self._num_running = 0
         self._parts: list[_Part] = []
@@ -294,6 +294,7 @@ class Generation:
             self._num_running = len(self._parts)
             while self._num_running:
                 await self._news.wait()
+                self._news.clear()  # before the look at what there is
                 async for piece in in_pieces(self._read_fresh(), itemgetter(0), PIECE):
                     if self._is_late:
                         raise too_long(self._timeout)

@@ -10,27 +10,6 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class News:
-    """Lets one task wait for news. An event of asyncio's looks after any number of them, at several times the cost."""
-
-    def __init__(self) -> None:
-        self._is_set = False
-        self._waiter: asyncio.Future[None] | None = None
-
-    def set(self) -> None:
-        """There is news. On the event loop's thread."""
-        self._is_set = True
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def wait(self) -> None:
-        """Until there is news since the last wait."""
-        if not self._is_set:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        self._is_set = False
-
-
 async def in_pieces(items: Iterable[T], size_of: Callable[[T], int], most: int) -> AsyncIterator[list[T]]:
     """Lists of items whose sizes reach `most`. The event loop has its turn before the items behind a list are made."""
     piece: list[T] = []
@@ -57,11 +36,11 @@ class Wakeups:
         """
         self._loop = loop
         self._is_handing_out = is_handing_out
-        self._news: deque[News] = deque()
+        self._news: deque[asyncio.Event] = deque()
         self._is_scheduled = False
         self.num_wakeups = 0
 
-    def wake(self, news: News) -> None:
+    def wake(self, news: asyncio.Event) -> None:
         """Sets it, soon. From any thread; waits for nothing."""
         self._news.append(news)
         if not self._is_handing_out():

@@ -19,7 +19,6 @@ from hf_paged.sampling.logprobs import TokenLogprobs
 from hf_paged.server.logprobs import LEAST, TokenNames
 from hf_paged.server.replies import TextEvents, event, event_pieces, joined, json_pieces
 from hf_paged.server.text import UNKNOWN, Detokenizer, StopStrings, decoder_of
-from hf_paged.server.wakeups import News
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -130,29 +129,6 @@ def test_events_that_differ_in_their_text(texts: list[tuple[int, str]]) -> None:
     for index, text in texts:
         sent = events.event(index, text)
         assert sent == event(data_of(index, text)) and json.loads(sent[6:]) == data_of(index, text)
-
-
-def test_news_wakes_what_waits() -> None:
-    """Would break: news that came before it was waited for, or again before the task went on."""
-
-    async def run() -> None:
-        news = News()
-        news.set()
-        await asyncio.wait_for(news.wait(), 5)
-        task = asyncio.ensure_future(news.wait())
-        await asyncio.sleep(0)
-        assert not task.done()
-        news.set()
-        news.set()
-        await asyncio.wait_for(task, 5)
-        task = asyncio.ensure_future(news.wait())
-        await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        news.set()  # for a task that has gone
-        await asyncio.wait_for(news.wait(), 5)
-
-    asyncio.run(run())
 
 
 def lazily(data: Any) -> Any:

@@ -216,16 +216,12 @@ class Generation:
             for prompt in self.prompts:
                 queue(prompt)
         except QueueFullError as error:
-            self.close()
             raise queue_full(str(error)) from None
         except (ValueError, TypeError) as error:
-            self.close()
             raise bad_argument(str(error), type(self._body).model_fields) from error
-        except BaseException:
-            self.close()
-            raise
-        if self.is_closed:  # meanwhile
-            self.close()
+        finally:
+            if self.is_closed:  # meanwhile
+                self.close()
 
     async def scored(self) -> None:
         """Waits for what is asked about the prompts' tokens; raises `ApiError` if that failed."""

@@ -16,11 +16,8 @@ from starlette.exceptions import HTTPException
 logger = logging.getLogger("hf_paged.server")
 
 TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
-    404: "invalid_request_error",
     408: "timeout_error",
-    413: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
     504: "timeout_error",
@@ -173,10 +170,6 @@ def _in_body(path: tuple[int | str, ...], body: Any) -> Iterator[int | str]:
 
 def add_handlers(app: FastAPI) -> None:
     """Has an app answer in this shape."""
-
-    @app.exception_handler(ApiError)
-    async def _own(_request: Request, error: ApiError) -> JSONResponse:
-        return error.response()
 
     @app.exception_handler(HTTPException)
     async def _of_starlette(_request: Request, error: HTTPException) -> JSONResponse:

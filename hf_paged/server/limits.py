@@ -59,13 +59,6 @@ class JsonSize:
         self.depth = max(self.depth, int(levels.max(initial=0)))
         self.num_values += int(WEIGHTS[outside].sum())
 
-    def error(self, most_values: int) -> ApiError | None:
-        if self.num_values > most_values:
-            return _too_large(
-                f"it holds more than {most_values} values, of which an object is {PER_OBJECT} and a field {PER_FIELD}"
-            )
-        return None
-
 
 def _too_large(why: str) -> ApiError:
     return ApiError(413, f"the body is too large: {why}", code="body_too_large")
@@ -143,8 +136,12 @@ async def _read(request: Request, settings: ServerSettings, pace: Pace) -> bytes
             else:
                 await pace.run(count.feed, part)
             parts.append(part)
-            error = count.error(settings.max_body_values)
-            if error is None and count.depth > MAX_DEPTH:
+            if count.num_values > settings.max_body_values:
+                error = _too_large(
+                    f"it holds more than {settings.max_body_values} values, of which an object is {PER_OBJECT} and a "
+                    f"field {PER_FIELD}"
+                )
+            elif count.depth > MAX_DEPTH:
                 error = await pace.run(too_deep, b"".join(parts), MAX_DEPTH)
     if error is not None:
         raise error

@@ -75,23 +75,18 @@ class _EngineMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats()
         used = stats.num_blocks - stats.num_free_blocks
-        gauges = {
-            "vllm:num_requests_running": ("Sequences with keys and values in the pool", stats.num_running),
-            "vllm:num_requests_waiting": ("Requests without blocks", stats.num_waiting),
-            "vllm:kv_cache_usage_perc": ("Share of the pool's blocks in use, 0 to 1", used / max(stats.num_blocks, 1)),
-        }
-        counters = {
-            "vllm:prefix_cache_queries": ("Tokens looked up in the prefix cache", stats.prefix_cache_query_tokens),
-            "vllm:prefix_cache_hits": ("Tokens found there", stats.prefix_cache_hit_tokens),
-            "vllm:num_preemptions": ("Preemptions", stats.num_preemptions),
-            "hf_paged:steps": ("Model steps", stats.num_steps),
-            "hf_paged:cow_copies": ("Blocks copied because they were shared", stats.num_cow_copies),
-        }
-        for name, (text, value) in gauges.items():
-            gauge = GaugeMetricFamily(name, text, labels=LABELS)
-            gauge.add_metric([self._name], float(value))
-            yield gauge
-        for name, (text, value) in counters.items():
-            counter = CounterMetricFamily(name, text, labels=LABELS)
-            counter.add_metric([self._name], float(value))
-            yield counter
+        usage, looked_up = used / max(stats.num_blocks, 1), stats.prefix_cache_query_tokens
+        gauge, counter = GaugeMetricFamily, CounterMetricFamily
+        for kind, name, text, value in (
+            (gauge, "vllm:num_requests_running", "Sequences with keys and values in the pool", stats.num_running),
+            (gauge, "vllm:num_requests_waiting", "Requests without blocks", stats.num_waiting),
+            (gauge, "vllm:kv_cache_usage_perc", "Share of the pool's blocks in use, 0 to 1", usage),
+            (counter, "vllm:prefix_cache_queries", "Tokens looked up in the prefix cache", looked_up),
+            (counter, "vllm:prefix_cache_hits", "Tokens found there", stats.prefix_cache_hit_tokens),
+            (counter, "vllm:num_preemptions", "Preemptions", stats.num_preemptions),
+            (counter, "hf_paged:steps", "Model steps", stats.num_steps),
+            (counter, "hf_paged:cow_copies", "Blocks copied because they were shared", stats.num_cow_copies),
+        ):
+            metric = kind(name, text, labels=LABELS)
+            metric.add_metric([self._name], float(value))
+            yield metric

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from hf_paged.server.errors import ApiError, logger
@@ -47,13 +47,9 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
             raise ClientGoneError
         return task.result()
     finally:
-        await _end(both)
-
-
-async def _end(tasks: list[asyncio.Future[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+        for each in both:
+            each.cancel()
+        await asyncio.gather(*both, return_exceptions=True)
 
 
 def json_pieces(data: Any) -> Iterator[bytes]:
@@ -137,7 +133,7 @@ class TextEvents:
         return around[0] + _to_json(text).encode() + around[1]
 
 
-class Streamed(Response):
+class Streamed(StreamingResponse):
     """An answer that is sent as it is made. Ends when the client goes away."""
 
     def __init__(
@@ -147,17 +143,9 @@ class Streamed(Response):
         close: Callable[[], None] = lambda: None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """An answer.
-
-        Args:
-            close: Called at the end, whatever that is.
-        """
-        self._pieces = pieces
+        """`close` is called at the end, whatever that is."""
+        super().__init__(pieces, 200, headers, media_type)
         self._close = close
-        self.status_code = 200
-        self.media_type = media_type
-        self.background = None
-        self.init_headers(headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -169,7 +157,7 @@ class Streamed(Response):
     async def _send(self, send: Send, state: dict[str, Any]) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
-            async for piece in self._pieces:
+            async for piece in self.body_iterator:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         except ApiError as error:  # its last piece has said so
             state["status"] = error.status

@@ -163,7 +163,11 @@ class Serving:
 
     async def _start(self, request: Request, body: SamplingBody, prompts: Callable[[], list[Prompt]]) -> Generation:
         found = await self.in_thread(prompts, size=body.num_characters)
-        most = self._check(found, body)
+        longest = max(len(prompt.token_ids) for prompt in found)
+        if longest > (self.settings.max_prompt_tokens or longest):
+            message = f"the prompt has {longest} tokens, and this server takes {self.settings.max_prompt_tokens}"
+            raise ApiError(400, message, code="context_length_exceeded")
+        most = most_tokens(body, found, self.settings.max_answer_bytes)
         grammar = await self._formats.of(body)
         generation = Generation(
             self.engine,
@@ -211,14 +215,6 @@ class Serving:
             await self._queue(request, body, generation)
         finally:
             generation.on_done(adapters.turns.leave)
-
-    def _check(self, prompts: list[Prompt], body: SamplingBody) -> int:
-        """Tokens that each text may have."""
-        most, longest = self.settings.max_prompt_tokens, max(len(prompt.token_ids) for prompt in prompts)
-        if most is not None and longest > most:
-            message = f"the prompt has {longest} tokens, and this server takes {most}"
-            raise ApiError(400, message, code="context_length_exceeded")
-        return most_tokens(body, prompts, self.settings.max_answer_bytes)
 
     def _arguments(self, body: SamplingBody, num_prompt_tokens: int, most: int) -> dict[str, Any]:
         room = min(self.max_model_len, num_prompt_tokens + most)

@@ -86,7 +86,7 @@ def test_errors_stop_at_the_first_few(kind: type[Body], body: dict[str, Any], pa
     data = json.dumps(body).encode()
     count = JsonSize()
     count.feed(data)
-    assert count.error(ServerSettings().max_body_values) is None  # it is not refused by its size
+    assert count.num_values <= ServerSettings().max_body_values  # it is not refused by its size
     with pytest.raises(ValidationError) as error:
         kind.model_validate_json(data)
     assert error.value.error_count() <= 16

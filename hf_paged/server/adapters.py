@@ -60,12 +60,7 @@ class Turns:
 
 
 class Adapters:
-    """Switches the adapters of one model.
-
-    Attributes:
-        names: Of the adapters.
-        turns: Of requests; `None` is the model without any.
-    """
+    """Switches the adapters of one model; its `turns` are those of requests, `None` that of the model without any."""
 
     def __init__(self, tuned: Any, engine: Engine, names: Sequence[str]) -> None:
         """Serves the adapters of a `PeftModel`.

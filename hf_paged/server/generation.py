@@ -30,14 +30,7 @@ FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
 @dataclass(slots=True)
 class Delta:
-    """What is new of one text.
-
-    Attributes:
-        index: Of the text.
-        text: What comes behind what was there.
-        logprobs: Of the new tokens, if that was asked for.
-        finish_reason: Why it ended, if it did.
-    """
+    """What is new of one text; log-probabilities of the new tokens only if they were asked for."""
 
     index: int
     text: str
@@ -50,15 +43,8 @@ class Text:
     """One text that is generated.
 
     Attributes:
-        index: Of the text.
-        detokenizer: Its tokens' text.
         stops: Its stop strings; `None`: it has none.
         min_tokens: Tokens in whose text they are not looked for.
-        parts: What is there.
-        logprobs: Of its tokens.
-        sum_logprobs: Of its tokens.
-        num_tokens: Generated.
-        finish_reason: Why it ended.
     """
 
     index: int
@@ -136,12 +122,9 @@ class Generation:
     """What one HTTP request has the engine generate.
 
     Attributes:
-        prompts: What it follows.
         texts: In order of prompts, and of a prompt's samples.
-        num_prompt_tokens: Tokens of all prompts.
         num_tokens: Tokens of all texts.
         arrival_time: Of `time.monotonic`.
-        first_token_time: When the first text came.
         label: What it is called in the engine; with several prompts, beside each one's number.
         on_close: Called when it is closed for the first time.
         is_closed: Nothing more will come of it.
@@ -160,7 +143,6 @@ class Generation:
         """Does nothing yet.
 
         Args:
-            engine: Where it runs.
             arguments: Of `submit`, for a prompt of so many tokens.
             wakeups: Of the event loop that this runs in.
             timeout: Seconds that it may take.
@@ -195,7 +177,6 @@ class Generation:
 
     @property
     def usage(self) -> dict[str, int]:
-        """As OpenAI's interface counts."""
         prompt, new = self.num_prompt_tokens, self.num_tokens
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 

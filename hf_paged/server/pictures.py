@@ -39,12 +39,7 @@ class Pixels:
 
 @dataclass(slots=True)
 class Opened:
-    """A picture whose head was read.
-
-    Attributes:
-        picture: Pillow's.
-        field: Where it is in the request.
-    """
+    """A picture of Pillow's whose head was read, and where it is in the request."""
 
     picture: Any
     field: str

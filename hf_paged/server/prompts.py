@@ -23,7 +23,6 @@ class Prompt:
     """One prompt.
 
     Attributes:
-        token_ids: Its tokens.
         inputs: What `submit` takes beside them, of pictures.
         pixels: Of its pictures; they count until the model has begun with the text.
     """
@@ -51,7 +50,6 @@ class Prompts:
             vocab_size: Its token ids are below it.
             settings: Of the server; its chat template is in place of the tokenizer's or processor's own.
             processor: What prepares pictures for the model, if it takes any.
-            model: The model, where it takes pictures.
             max_characters: Says how long a text may be.
         """
         self._tokenizer = tokenizer

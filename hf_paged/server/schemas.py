@@ -91,13 +91,11 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """What a text is to follow: one of these.
+    """What a text is to follow: one of these. `json_` is a schema.
 
     Attributes:
-        json_: A JSON schema.
         regex: A regular expression that matches all of it.
         grammar: A grammar in Lark's syntax.
-        choice: Texts, of which it is one.
     """
 
     json_: dict[str, Any] | None = Field(None, alias="json")
@@ -158,7 +156,6 @@ class SamplingBody(Body):
 
     @property
     def is_structured(self) -> bool:
-        """Whether its texts are to follow something."""
         has_format = self.response_format is not None and self.response_format.type != "text"
         return has_format or self.structured_outputs is not None
 
@@ -324,7 +321,7 @@ class ContentPart(Body):
 
     @property
     def picture(self) -> str | None:
-        """A picture's URL, if it is one."""
+        """Its URL, if it is one."""
         return self.image_url.url if isinstance(self.image_url, ImageUrl) else self.image_url
 
     @model_validator(mode="after")

@@ -58,14 +58,8 @@ class Serving:
     """One model behind an app.
 
     Attributes:
-        engine: Of the model.
-        settings: Of the server.
         model_name: What requests call it.
         created: When this was made, in seconds since 1970.
-        prompts: From texts to tokens.
-        names: Texts of single tokens.
-        metrics: What is counted.
-        requests: What its clients have running.
         is_draining: It takes no requests any more, and ends those that it has.
     """
 

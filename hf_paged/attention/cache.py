@@ -97,7 +97,11 @@ class PagedLayer(CacheLayerMixin):
         # A proxy, since a cycle would keep a dropped cache and its blocks alive until the next garbage collection.
         self._cache: Any = weakref.proxy(cache)
         self._layer_idx = layer_idx
-        self.is_croppable = cache.store.stores(layer_idx)  # a state is no one's to cut
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """Whether it has keys and values; a state can't be cut."""
+        return self._cache.store.stores(self._layer_idx)  # type: ignore[no-any-return]
 
     @property
     def is_initialized(self) -> bool:

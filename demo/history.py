@@ -27,7 +27,6 @@ class Sample:
         swapped: Sequences whose blocks are in CPU memory.
         pool_use: Share of the pool's blocks that are held, 0 to 1.
         hit_rate: Share of the prompt tokens looked up so far that were found in the pool, 0 to 1; `None`: none was.
-        preemptions: Since the pool was made.
     """
 
     time: float
@@ -37,7 +36,6 @@ class Sample:
     swapped: int
     pool_use: float
     hit_rate: float | None
-    preemptions: int
 
 
 class History:
@@ -79,7 +77,6 @@ class History:
             swapped=stats.num_swapped,
             pool_use=1 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0.0,
             hit_rate=stats.prefix_cache_hit_tokens / queried if queried else None,
-            preemptions=stats.num_preemptions,
         )
         self.samples.append(sample)
         return sample

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -100,11 +101,5 @@ def choose_prompts(prompts: Sequence[Sequence[int]], count: int, most_tokens: in
             f"No prompt is as short as {most_tokens} tokens: make the pool larger, or ask for fewer tokens."
         )
     picked = [fitting[index * len(fitting) // count] for index in range(count)]
-    stride = next(step for step in range(count // 2 + 1, 2 * count + 2) if _are_coprime(step, count))
+    stride = next(step for step in range(count // 2 + 1, 2 * count + 2) if math.gcd(step, count) == 1)
     return [picked[index * stride % count] for index in range(count)]
-
-
-def _are_coprime(a: int, b: int) -> bool:
-    while b:
-        a, b = b, a % b
-    return a == 1

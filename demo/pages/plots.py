@@ -15,7 +15,7 @@ from demo.pages.viewer import Viewer
 from demo.replays import Replay
 
 SHOWN_SECONDS = 90
-NOTHING = Sample(0.0, 0.0, 0, 0, 0, 0.0, 0.0, 0)
+NOTHING = Sample(0.0, 0.0, 0, 0, 0, 0.0, 0.0)
 COLORS = {"running": "#0072b2", "waiting": "#e69f00", "swapped": "#cc79a7"}
 
 

@@ -435,11 +435,9 @@ def list_models(
     Each is a tiny random model of the family's default config; nothing is downloaded. The bytes are those of the
     default config's keys and values in bfloat16.
     """
-    found = []
     try:
         known = names or sorted(family_names())
-        for family in tqdm(families(known), total=len(known), unit="family", leave=False, disable=None):
-            found.append(family)
+        found = list(tqdm(families(known), total=len(known), unit="family", leave=False, disable=None))
     except ValueError as error:
         _fail(error)
     table = families_table(found, as_markdown=markdown)

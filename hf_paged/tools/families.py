@@ -32,18 +32,11 @@ class Family:
 
     Attributes:
         name: Its `model_type`.
-        class_name: The class with a language-model head; of a family that has none, another one, or empty.
         report: Of a model with its default config.
     """
 
     name: str
-    class_name: str
     report: SupportReport
-
-    @property
-    def how(self) -> str:
-        """How its forwards run, in a word; empty if it is refused."""
-        return self.report.layout
 
     @property
     def reason(self) -> str:
@@ -87,7 +80,7 @@ def families(names: list[str] | None = None) -> Iterator[Family]:
     for name in sorted(decoders) if names is None else names:
         with _silence():
             report = _report(name, known[name])
-        yield Family(name, known[name], report)
+        yield Family(name, report)
 
 
 def _report(name: str, class_name: str) -> SupportReport:
@@ -125,5 +118,5 @@ def families_table(found: list[Family], as_markdown: bool = False) -> Table:
     for family in found:
         size = f"{family.report.bytes_per_token(torch.bfloat16):,}" if family.report else ""
         reason = family.reason or " ".join(family.report.why_padded.split())
-        table.add_row(family.name, family.how, size, reason.replace("|", "/"))
+        table.add_row(family.name, family.report.layout, size, reason.replace("|", "/"))
     return table

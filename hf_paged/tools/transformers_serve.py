@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,19 +26,12 @@ logger = logging.get_logger(__name__)
 _MAX_CALLERS = 256  # threads for one model
 
 
-class CallerThreads:
+class CallerThreads(ThreadPoolExecutor):
     """In place of transformers' `InferenceThread`: calls run beside each other."""
-
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(_MAX_CALLERS, "hf_paged_serve")
-
-    def submit(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-        """Runs a call; for a program without an event loop."""
-        return self._threads.submit(call, *args, **kwargs)
 
     def async_submit(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
         """Runs a call, for the event loop of this thread."""
-        return asyncio.get_running_loop().run_in_executor(self._threads, functools.partial(call, *args, **kwargs))
+        return asyncio.get_running_loop().run_in_executor(self, functools.partial(call, *args, **kwargs))
 
 
 class PagedGenerateManager(utils.GenerateManager):
@@ -56,7 +49,7 @@ class PagedGenerateManager(utils.GenerateManager):
 
     def _share(self, model: Any) -> None:
         if is_patched(model) and not isinstance(self._thread, CallerThreads):
-            self._thread = CallerThreads()
+            self._thread = CallerThreads(_MAX_CALLERS, "hf_paged_serve")
 
 
 class PagedGenerationState(utils.GenerationState):

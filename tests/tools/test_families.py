@@ -37,7 +37,7 @@ def invoke(*args: str) -> Any:
 def test_taken(name: str, how: str, size: int) -> None:
     """Would break: a family refused for faults of the trial's own, or counted by the tiny copy's size."""
     (family,) = families([name])
-    assert (family.how, family.report.bytes_per_token(torch.bfloat16), family.reason) == (how, size, "")
+    assert (family.report.layout, family.report.bytes_per_token(torch.bfloat16), family.reason) == (how, size, "")
 
 
 def test_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +47,7 @@ def test_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [bool(family.report) for family in found.values()] == [True, False, False]
     assert "recurrent" in found["rwkv"].reason and "NoSuchForCausalLM" in found["no_such"].reason
     assert all("\n" not in family.reason for family in found.values())
-    assert found["rwkv"].how == "" and found["rwkv"].report.layout == ""
+    assert found["rwkv"].report.layout == ""
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_decoder(name: str, reason: str) -> None:
     """Would break: a family that transformers knows, said to be unknown."""
     (family,) = families([name])
-    assert family.how == "" and family.reason.startswith(reason)
+    assert family.report.layout == "" and family.reason.startswith(reason)
     assert name not in family_names()
 
 

@@ -124,7 +124,7 @@ class StepLoop:
         """Takes the step lock; returns which thread had it before: this one, or none."""
         self.check_orphaned()
         if not self._lock.acquire(blocking=False):
-            wait_interruptibly(self._acquire)
+            wait_interruptibly(lambda timeout: self._lock.acquire(timeout=-1 if timeout is None else timeout))
         outer, self._holder = self._holder, threading.get_ident()
         return outer
 
@@ -137,9 +137,6 @@ class StepLoop:
                 finally:
                     self._lock.release()
                 return
-
-    def _acquire(self, timeout: float | None) -> bool:
-        return self._lock.acquire(timeout=-1 if timeout is None else timeout)
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:

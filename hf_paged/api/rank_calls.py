@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.utils import ModelOutput, logging
+from torch.utils._pytree import tree_map
+from transformers.utils import logging
 
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.errors import UnsupportedCallError
@@ -89,7 +90,7 @@ def _lead(leader: Leader, digest: bytes, text: str, cache: PagedCache, run: Call
     ends = {
         device.type: state for device, state in DRAWS.states(entry).items() if not torch.equal(state, entry[device])
     }
-    leader.end(number, (None, _on_host(result), ends, cache.shape()))
+    leader.end(number, (None, tree_map(_on_host, result), ends, cache.shape()))
     return result
 
 
@@ -102,7 +103,10 @@ def _follow(
     DRAWS.write({own: ends[own.type] for own in call_context().states if own.type in ends})
     cache.take_shape(shape)
     cache.owned_by_call = False
-    result = _placed(result, device, cache)
+    result = tree_map(
+        lambda value: cache if isinstance(value, _Here) else value.to(device) if isinstance(value, Tensor) else value,
+        result,
+    )
     if streamer is not None:
         sequences = result if isinstance(result, Tensor) else result.sequences
         for tokens in sequences[:, width:].cpu().unbind(dim=1):
@@ -116,20 +120,6 @@ class _Here:
 
 
 def _on_host(value: Any) -> Any:
-    return _map(value, lambda tensor: tensor.detach().cpu().clone(), lambda cache: _Here())
-
-
-def _placed(value: Any, device: torch.device, cache: PagedCache) -> Any:
-    return _map(value, lambda tensor: tensor.to(device), lambda here: cache)
-
-
-def _map(value: Any, on_tensor: Callable[[Tensor], Tensor], on_cache: Callable[[Any], Any]) -> Any:
-    if isinstance(value, Tensor):
-        return on_tensor(value)
-    if isinstance(value, PagedCache | _Here):
-        return on_cache(value)
-    if isinstance(value, ModelOutput):
-        return type(value)(**{name: _map(own, on_tensor, on_cache) for name, own in value.items()})
-    if isinstance(value, list | tuple):
-        return type(value)(_map(own, on_tensor, on_cache) for own in value)
-    return value
+    if isinstance(value, PagedCache):
+        return _Here()
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value

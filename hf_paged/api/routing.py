@@ -15,7 +15,6 @@ from hf_paged.api.own_forward import hands_on
 from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.core.sequence import GivenPrompt
 from hf_paged.engine.call_context import call_context
-from hf_paged.engine.draft_model import DraftModel
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.prepared_call import PreparedCall
 from hf_paged.engine.sampled_run import CallRows
@@ -28,7 +27,6 @@ from hf_paged.model.spread import is_wrapped
 from hf_paged.model.traits import is_stochastic
 from hf_paged.model.wrapper import token_positions
 from hf_paged.sampling.beams import BeamSettings
-from hf_paged.sampling.lookup import LookupSettings
 from hf_paged.sampling.processors import RowEnds, are_row_wise, ends_together, pads_finished, take_any_rows
 
 logger = logging.get_logger(__name__)
@@ -113,14 +111,14 @@ def engine_rows(model: Any, call: PreparedCall) -> CallRows | None:
     It doesn't differ when all of the caller's code in it is transformers' own and row-wise, no per-step outputs are
     asked for, and nothing hooks or overrides the forward and its preparation.
     """
-    lookup, draft_model, beams = None, None, None
+    config, lookup, draft_model, beams = call.generation_config, None, None, None
     if call.is_assisted:
         lookup, draft_model = lookup_settings(model, call), draft_model_of(model, call)
         if lookup is None and draft_model is None:
             return None
     if not _is_plain_call(model, call):
         return None
-    if (call.generation_config.num_beams or 1) > 1:
+    if (config.num_beams or 1) > 1:
         beams = _beam_settings(call)
         if beams is None:
             return None
@@ -134,7 +132,28 @@ def engine_rows(model: Any, call: PreparedCall) -> CallRows | None:
         padding = None if given is None else [0] * len(call.input_ids)
     elif is_text:
         padding = _padding(call, has_axes=wrapper is not None)
-    return None if padding is None else _sample_call(call, padding, given, beams, lookup, draft_model)
+    if padding is None:
+        return None
+    generator, device = None, call.device
+    if config.do_sample:
+        generator = torch.Generator(device)
+        generator.set_state(call.states[torch.device(generator.device)])
+    pad = config._pad_token_tensor
+    return CallRows(
+        input_ids=call.input_ids if given is None else to_host([call.input_ids])[0],
+        given=given,
+        padding=padding,
+        num_samples=_fan_out(config),
+        processors=call.processors,
+        criteria=call.criteria,
+        device=device,
+        do_sample=bool(config.do_sample),
+        pad_token_id=0 if pad is None else int(pad),
+        generator=generator,
+        beams=beams,
+        lookup=lookup,
+        draft_model=draft_model,
+    )
 
 
 def why_loop(model: Any, call: PreparedCall) -> str:
@@ -215,36 +234,6 @@ def _given_prompts(model: Any, call: PreparedCall) -> list[GivenPrompt] | None:
     let_caller_first(core.pool.kv_device)
     with on_steps_stream(core.pool.kv_device):  # in their memory, as what a caller's forward is given
         return PackedForward.prompts(forward, core.bound.takes_positions)
-
-
-def _sample_call(
-    call: PreparedCall,
-    padding: list[int],
-    given: list[GivenPrompt] | None,
-    beams: BeamSettings | None,
-    lookup: LookupSettings | None,
-    draft_model: DraftModel | None,
-) -> CallRows:
-    generation_config, device, generator = call.generation_config, call.device, None
-    if generation_config.do_sample:
-        generator = torch.Generator(device)
-        generator.set_state(call.states[torch.device(generator.device)])
-    pad = generation_config._pad_token_tensor
-    return CallRows(
-        input_ids=call.input_ids if given is None else to_host([call.input_ids])[0],
-        given=given,
-        padding=padding,
-        num_samples=_fan_out(generation_config),
-        processors=call.processors,
-        criteria=call.criteria,
-        device=device,
-        do_sample=bool(generation_config.do_sample),
-        pad_token_id=0 if pad is None else int(pad),
-        generator=generator,
-        beams=beams,
-        lookup=lookup,
-        draft_model=draft_model,
-    )
 
 
 def _fan_out(generation_config: GenerationConfig) -> int:

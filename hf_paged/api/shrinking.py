@@ -75,8 +75,7 @@ def _shrink_text(config: PreTrainedConfig, heads: int | None, is_beginning: bool
     """
     small = copy.deepcopy(config)
     overrides = _take_overrides(small)
-    for name in ("quantization_config",):
-        vars(small).pop(name, None)
+    vars(small).pop("quantization_config", None)
     if getattr(small, "output_router_logits", False):  # with a loss, which the engine's steps don't ask for
         put(small, "output_router_logits", False)
     layers = _beginning(config) if is_beginning else _chosen_layers(config)
@@ -247,14 +246,13 @@ def _mixer_widths(config: PreTrainedConfig, widths: dict[str, int]) -> dict[str,
 
 
 def _ratio(config: PreTrainedConfig) -> float:
-    width = _head_dim(config)
-    return 1.0 if width is None else 16 / width
-
-
-def _head_dim(config: PreTrainedConfig) -> int | None:
-    hidden_size, num_heads = stated(config, "hidden_size"), stated(config, "num_attention_heads")
-    own = stated(config, "head_dim")
-    return own if own or not (hidden_size and num_heads) else hidden_size // num_heads
+    """What heads of 16 are to the model's own."""
+    width, hidden_size, num_heads = (
+        stated(config, name) for name in ("head_dim", "hidden_size", "num_attention_heads")
+    )
+    if not width and hidden_size and num_heads:
+        width = hidden_size // num_heads
+    return 16 / width if width else 1.0
 
 
 def _widths(config: PreTrainedConfig, heads: int) -> dict[str, int]:

@@ -52,11 +52,8 @@ class SupportReport:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The tokens that each layer keeps; `None`: all. Empty if not supported."""
-        return (
-            ()
-            if self.traits is None
-            else tuple(None if layer is None else layer.window for layer in self.traits.layers)
-        )
+        layers = () if self.traits is None else self.traits.layers
+        return tuple(None if layer is None else layer.window for layer in layers)
 
     @property
     def layout(self) -> str:
@@ -126,15 +123,13 @@ def is_supported(model: Any) -> SupportReport:
         report = _tried(base_class(model), model.config)
         if report.traits is None:
             return report
-        layers = as_their_modules_say(report.traits.layers, model)
-        if ranks_of(model) is not None:
-            reason = _why_not_on_ranks(report.traits, model)
-            if reason is not None:
-                return SupportReport(False, (reason,))
-            layers = local_layers(layers, model)
-        reason = _why_not_on_devices(report.traits, model)
+        is_shared_out = ranks_of(model) is not None
+        reason = _why_not_on_ranks(report.traits, model) if is_shared_out else None
+        reason = reason or _why_not_on_devices(report.traits, model)
         if reason is not None:
             return SupportReport(False, (reason,))
+        layers = as_their_modules_say(report.traits.layers, model)
+        layers = local_layers(layers, model) if is_shared_out else layers
         return replace(report, traits=replace(report.traits, layers=layers), notes=_notes(model))
     except Exception as error:  # half constructed, or with a config that raises where it is read
         return SupportReport(False, (f"looking at it raised {type(error).__name__}: {error!s:.200}",))

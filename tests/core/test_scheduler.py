@@ -398,10 +398,10 @@ def test_without_room_in_cpu_memory_a_group_is_dropped_if_it_can_be() -> None:
 def test_a_step_that_swaps_in_does_not_swap_out_any_more() -> None:
     """Its swap-outs come first, and would go to the CPU blocks that the swap-ins read."""
     setup = Setup(num_blocks=8, num_swap_blocks=8, prefers_swap=True)
-    a, b = setup.computed(4, is_stale=True), setup.computed(4, is_stale=True)
+    a, b = setup.computed(4, is_recomputable=False), setup.computed(4, is_recomputable=False)
     for sequence in (a, b):
         setup.scheduler.preemption.preempt(sequence.group)
-    idle = setup.computed(8, is_stale=True)
+    idle = setup.computed(8, is_recomputable=False)
     idle.group.is_idle = True
     setup.extend(a, b)
     step = setup.step()
@@ -415,7 +415,7 @@ def test_a_swapped_group_comes_back_only_with_room_for_its_copies() -> None:
     setup = Setup(num_blocks=8, block_size=4, num_swap_blocks=8, prefers_swap=True, caching=False)
     rows = setup.beams(3, 2)
     setup.scheduler.preemption.preempt(rows[0].group)
-    blocker = setup.computed(16, is_stale=True)
+    blocker = setup.computed(16, is_recomputable=False)
     setup.extend(*rows, num_tokens=2)
     step = setup.step()  # one to swap in, one to copy, two to grow: exactly what is free, but for the watermark
     assert step.chunks == step.swap_ins == [] and status(rows[0], blocker) == [SWAPPED, RUNNING]

@@ -162,7 +162,7 @@ def _why_not_on_ranks(traits: ModelTraits, model: PreTrainedModel) -> str | None
     kinds = {
         "it is multimodal": inner_path(model) not in (None, ""),
         "its layers have indexers": bool(traits.indexers),
-        "its rows depend on each other": not traits.is_batched,
+        "its rows can't share steps with others": not traits.is_batched,
     }
     found = [kind for kind, is_so in kinds.items() if is_so]
     return f"{found[0]}, which is not taken over several processes (tp_plan): load it on one" if found else None
@@ -178,7 +178,7 @@ def _why_not_on_devices(traits: ModelTraits, model: PreTrainedModel) -> str | No
         "its layers have indexers": bool(traits.indexers),
         "some of its layers attend to others' keys": None in traits.layers or traits.shares_attention,
         "its layers are told positions": traits.tells_positions,
-        "its rows depend on each other": not traits.is_batched,
+        "its rows can't share steps with others": not traits.is_batched,
     }
     found = [kind for kind, is_so in kinds.items() if is_so]
     return f"{found[0]}, which is not taken over several devices: load it on one (device_map=0)" if found else None

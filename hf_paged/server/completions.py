@@ -85,7 +85,9 @@ class _Answer:
         return {"index": index, "text": text, "logprobs": said, "finish_reason": reason}
 
     def _said(self, logprobs: list[TokenLogprobs], offset: int) -> dict[str, Any] | None:
-        return None if self._body.logprobs is None else self._serving.names.completion(logprobs, offset)
+        if self._body.logprobs is None:
+            return None
+        return self._serving.names.completion(logprobs, offset, self._body.skip_special_tokens)
 
     def _said_of_prompt(self, index: int) -> dict[str, Any] | None:
         wanted = self._body.logprobs
@@ -93,7 +95,8 @@ class _Answer:
             return None
         number, generation = index // self._body.n, self._generation
         said = generation.prompt_logprobs(number)
-        return self._serving.names.echoed(generation.prompts[number].token_ids, said, wanted)
+        hides_special = self._body.skip_special_tokens or isinstance(self._prompts[number], str)
+        return self._serving.names.echoed(generation.prompts[number].token_ids, said, wanted, hides_special)
 
     def _prompt_logprobs(self, index: int) -> dict[str, Any]:
         wanted = self._body.prompt_logprobs

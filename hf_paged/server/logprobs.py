@@ -29,7 +29,7 @@ class TokenNames:
     def __init__(self, tokenizer: Any) -> None:
         decode = decoder_of(tokenizer, skip_special_tokens=False)
         self._tokenizer = tokenizer
-        self._hidden = frozenset(getattr(tokenizer, "all_special_ids", ()))
+        self._special = frozenset(getattr(tokenizer, "all_special_ids", ()))
         self.text: Callable[[int], str] = lru_cache(NUM_KEPT)(lambda token_id: decode([token_id]))
         self.bytes_of: Callable[[int], list[int]] = lru_cache(NUM_KEPT)(self._bytes_of)
         self._byte_of = {character: value for value, character in bytes_to_unicode().items()}
@@ -55,14 +55,17 @@ class TokenNames:
             "refusal": None,
         }
 
-    def completion(self, said: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
-        """As `/v1/completions` gives them, for tokens whose text begins at a character of it."""
-        offsets = accumulate((len(self.text(each.token_id)) for each in said), initial=offset)
+    def completion(self, said: Sequence[TokenLogprobs], offset: int, hides_special: bool) -> dict[str, Any]:
+        """As `/v1/completions` gives them, for tokens whose text begins at a character of it.
+
+        Args:
+            hides_special: Whether the text is without its special tokens.
+        """
         return {
             "tokens": (self.text(each.token_id) for each in said),
             "token_logprobs": (_shown(each.logprob) for each in said),
             "top_logprobs": (self._top(each) for each in said),
-            "text_offset": islice(offsets, len(said)),
+            "text_offset": self._offsets([each.token_id for each in said], offset, hides_special),
         }
 
     def prompt(self, said: Sequence[TokenLogprobs | None], num_top: int) -> Iterator[dict[str, Any] | None]:
@@ -77,15 +80,21 @@ class TokenNames:
             for token_id, logprob, rank in found
         }
 
-    def echoed(self, token_ids: Sequence[int], said: Sequence[TokenLogprobs | None], num_top: int) -> dict[str, Any]:
-        """As of a completion, of a prompt that is shown without its special tokens: nothing is said of the first."""
-        lengths = (0 if token_id in self._hidden else len(self.text(token_id)) for token_id in token_ids)
+    def echoed(
+        self, token_ids: Sequence[int], said: Sequence[TokenLogprobs | None], num_top: int, hides_special: bool
+    ) -> dict[str, Any]:
+        """As `completion`, for a prompt that is shown: nothing is said of its first token."""
         return {
             "tokens": map(self.text, token_ids),
             "token_logprobs": (None if each is None else _shown(each.logprob) for each in said),
             "top_logprobs": (None if each is None else self._top(each, num_top) for each in said),
-            "text_offset": islice(accumulate(lengths, initial=0), len(token_ids)),
+            "text_offset": self._offsets(token_ids, 0, hides_special),
         }
+
+    def _offsets(self, token_ids: Sequence[int], first: int, hides_special: bool) -> Iterator[int]:
+        hidden = self._special if hides_special else ()
+        lengths = (0 if token_id in hidden else len(self.text(token_id)) for token_id in token_ids)
+        return islice(accumulate(lengths, initial=first), len(token_ids))
 
     def _top(self, said: TokenLogprobs, num_top: int | None = None) -> dict[str, float]:
         found = [*said.top[:num_top], (said.token_id, said.logprob)]

@@ -225,6 +225,18 @@ def test_logprobs_of_an_echoed_prompt(served: Served, given: dict[str, Any]) -> 
         assert [pieces[i] for i in sorted(pieces)] == [each["logprobs"]["text_offset"] for each in reply["choices"]]
 
 
+@pytest.mark.parametrize("hides", [False, True])
+def test_offsets_behind_special_tokens(served: Served, hides: bool) -> None:
+    """Would break: special tokens that count although they are left out, or that don't although they are shown."""
+    tokenizer = tiny_tokenizer()
+    ids = [tokenizer.bos_token_id, *tokenizer("The sea")["input_ids"], tokenizer.eos_token_id]
+    asked = {"logit_bias": {str(tokenizer.eos_token_id): 100}, "ignore_eos": True, "skip_special_tokens": hides}
+    choice = served.complete(prompt=ids, echo=True, logprobs=0, max_tokens=3, **asked)["choices"][0]
+    shown = ["" if hides and token in tokenizer.all_special_tokens else token for token in choice["logprobs"]["tokens"]]
+    assert "".join(shown) == choice["text"]
+    assert choice["logprobs"]["text_offset"] == [len("".join(shown[:place])) for place in range(len(shown))]
+
+
 @pytest.mark.parametrize(
     "given",
     [{}, {"n": 2, "seed": 5, "temperature": 1}, {"max_tokens": 0}, {"num_beams": 2}, {"echo": True, "logprobs": 1},

@@ -202,8 +202,8 @@ def test_tokens_are_named_once() -> None:
     said = [TokenLogprobs(5, -1.0, [(6, -2.0), (7, float("nan"))])] * 100
     whole = {
         "chat": names.chat(said),
-        "completion": names.completion(said, 0),
-        "echoed": names.echoed([5], said[:1], 2),
+        "completion": names.completion(said, 0, True),
+        "echoed": names.echoed([5], said[:1], 2, True),
     }
     found = json.loads(b"".join(json_pieces(whole)))
     assert counting.num_decoded <= 6 and len(found["chat"]["content"]) == 100

@@ -31,6 +31,7 @@ NEW = 14
 
 MODES: dict[str, dict[str, Any]] = {
     **{name: mode for name, mode in EACH_MODEL.items() if name != "greedy"},
+    "beams": EACH_MODEL["beams"] | {"return_dict_in_generate": True, "output_scores": True},
     "eos_often": {"eos_token_id": list(range(2, 30))},
     "positions": {"position_ids": (ragged_batch()["attention_mask"].cumsum(dim=1) - 1).clamp_min(0) + 3},
     "prefill_chunks": {"prefill_chunk_size": 5},

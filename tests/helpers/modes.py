@@ -107,7 +107,7 @@ EACH_MODEL: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sample": {"do_sample": True, "top_k": 20},
     "samples": {"do_sample": True, "num_return_sequences": 3},
-    "beams": {"num_beams": 3, "num_return_sequences": 2, "return_dict_in_generate": True, "output_scores": True},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
 }
 """What every model runs, whatever its kind."""
 DETAILS = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}

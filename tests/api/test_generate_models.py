@@ -23,15 +23,14 @@ from helpers.models import (
     tiny_lm,
     tiny_tokenizer,
 )
-from helpers.modes import EACH_MODEL
+from helpers.modes import EACH_MODEL_SCORED
 from helpers.pairs import MakePair, assert_same_cache, new_cache
 
 NEW = 14
 """With prompts of up to 11 tokens: beyond the windows (5, 6) and the original contexts (16) of the table."""
 
 MODES: dict[str, dict[str, Any]] = {
-    **{name: mode for name, mode in EACH_MODEL.items() if name != "greedy"},
-    "beams": EACH_MODEL["beams"] | {"return_dict_in_generate": True, "output_scores": True},
+    **{name: mode for name, mode in EACH_MODEL_SCORED.items() if name != "greedy"},
     "eos_often": {"eos_token_id": list(range(2, 30))},
     "positions": {"position_ids": (ragged_batch()["attention_mask"].cumsum(dim=1) - 1).clamp_min(0) + 3},
     "prefill_chunks": {"prefill_chunk_size": 5},

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import hf_paged
 from helpers.models import least_blocks, ragged_batch, random_ids
-from helpers.modes import EACH_MODEL
+from helpers.modes import EACH_MODEL_SCORED
 from helpers.pairs import MakePair, Pair, new_cache
 from helpers.waiting import at_once
 from helpers.wrappers import IMAGE, WRAPPERS, asking, build_wrapper
@@ -30,7 +30,7 @@ CAUSAL = [name for name, row in WRAPPERS.items() if row.is_causal]
 
 every_wrapper = pytest.mark.parametrize("name", WRAPPERS)
 every_causal = pytest.mark.parametrize("name", CAUSAL)
-every_mode = pytest.mark.parametrize("mode", EACH_MODEL)
+every_mode = pytest.mark.parametrize("mode", EACH_MODEL_SCORED)
 
 SINGLE = ("fuyu", "qwen2_5_omni", "llama4")
 """Whose pictures stock doesn't expand for samples and beams."""
@@ -54,7 +54,7 @@ def test_text_alone(make_wrapper_pair: MakePair, name: str, mode: str) -> None:
     prompt = random_ids(1, 9, seed=1)
     request = pair.engine.submit(prompt, max_new_tokens=NEW)
     assert request.result(20).token_ids == pair.stock.generate(prompt, max_new_tokens=NEW)[0, 9:].tolist()
-    pair.generate(**ragged_batch(), max_new_tokens=NEW, **EACH_MODEL[mode])
+    pair.generate(**ragged_batch(), max_new_tokens=NEW, **EACH_MODEL_SCORED[mode])
     # Stock computes PaliGemma otherwise with padding than without.
     in_one_step = name != "paligemma" and not pair.engine.traits.states
     if in_one_step and (mode != "beams" or pair.stock._supports_logits_to_keep()):
@@ -69,7 +69,7 @@ def test_pictures(make_wrapper_pair: MakePair, name: str, mode: str) -> None:
         pytest.skip("stock doesn't expand its pictures")
     pair = make_wrapper_pair(name)
     call = asking(name, (0, 1), TWO)
-    pair.generate(**call, max_new_tokens=NEW, **EACH_MODEL[mode])
+    pair.generate(**call, max_new_tokens=NEW, **EACH_MODEL_SCORED[mode])
     has_logits_of_last = mode in ("greedy", "sample", "samples") or pair.stock._supports_logits_to_keep()
     is_odd = OLD and name == "mistral3"  # its tower rounds copies otherwise there
     # A prompt whose state is kept at the last block boundary takes two steps.
@@ -156,7 +156,7 @@ def test_pool_too_small_for_the_batch(make_wrapper_pair: MakePair, name: str, pr
     both = sum(least_blocks(model, num_tokens, 2, 3) for num_tokens in prompts)
     num_blocks = max(both, least_blocks(model, max(prompts) + 20, 2, 3)) + 2
     pair = make_wrapper_pair(name, block_size=2, num_blocks=num_blocks, max_num_batched_tokens=3, preemption=preemption)
-    pair.generate(**call, max_new_tokens=20, eos_token_id=None, **EACH_MODEL[mode])
+    pair.generate(**call, max_new_tokens=20, eos_token_id=None, **EACH_MODEL_SCORED[mode])
     assert max(pair.seen) <= 3 or not WRAPPERS[name].is_causal
     assert pair.delta["num_preemptions"] > 0
 

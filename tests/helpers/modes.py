@@ -110,6 +110,9 @@ EACH_MODEL: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 3, "num_return_sequences": 2},
 }
 """What every model runs, whatever its kind."""
+_SCORED = EACH_MODEL["beams"] | {"return_dict_in_generate": True, "output_scores": True}
+EACH_MODEL_SCORED = EACH_MODEL | {"beams": _SCORED}
+"""The same, with beams in transformers' own loop, whose scores are compared."""
 DETAILS = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 BEAMS = {"num_beams": 3}
 MODES: dict[str, Mode] = {

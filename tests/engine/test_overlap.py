@@ -348,8 +348,8 @@ def test_unpatched_released_and_reset_with_steps_in_flight() -> None:
     model.paged.release()  # never used: nothing to do
     request = model.paged.submit(ids, **GREEDY | {"max_new_tokens": 60})
     for _ in range(5):
-        model.paged.reset_prefix_cache()
         model.paged.release()
+    model.paged.reset_prefix_cache()  # what the request has computed is kept from here on: release() would refuse
     assert request.result(PATIENCE).token_ids == expected
     request = model.paged.submit(ids, **GREEDY | {"max_new_tokens": 100})
     next(iter(request))

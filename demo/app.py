@@ -9,25 +9,25 @@ from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
-from demo.endpoints import add_endpoints
-from demo.generation import Sampling
-from demo.hub import WELCOME, Hub, Picture
-from demo.limits import RefusedError
-from demo.pacing import FULL_SPEED
-from demo.pages.chat import chat_page
-from demo.pages.memory import memory_page
-from demo.pages.plots import plots_page
-from demo.pages.pool import pool_page
-from demo.pages.pressure import pressure_page
-from demo.pages.requests import requests_page
-from demo.pages.samples import samples_page
-from demo.pages.step import step_page
-from demo.pages.viewer import EVERYWHERE, Ticker, Viewer, quietly
-from demo.panels import Gauges, gauges_value
-from demo.prompts import encode, openings
-from demo.theme import CSS, make_theme
-from demo.told import told
-from demo.views import PoolView, pool_value
+from .endpoints import add_endpoints
+from .generation import Sampling
+from .hub import WELCOME, Hub, Picture
+from .limits import RefusedError
+from .pacing import FULL_SPEED
+from .pages.chat import chat_page
+from .pages.memory import memory_page
+from .pages.plots import plots_page
+from .pages.pool import pool_page
+from .pages.pressure import pressure_page
+from .pages.requests import requests_page
+from .pages.samples import samples_page
+from .pages.step import step_page
+from .pages.viewer import EVERYWHERE, Ticker, Viewer, quietly
+from .panels import Gauges, gauges_value
+from .prompts import encode, openings
+from .theme import CSS, make_theme
+from .told import told
+from .views import PoolView, pool_value
 
 if TYPE_CHECKING:  # an extra of its own
     from hf_paged.server import RequestTable

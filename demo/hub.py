@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 import hf_paged
-from demo.history import History, Sample
-from demo.limits import Limits, RefusedError, check_whole_number
-from demo.loading import LoadedModel
-from demo.pacing import Pacer
-from demo.stepping import Explanation, explain
-from demo.transcripts import Transcripts
 from hf_paged import EngineStats, Request
+
+from .history import History, Sample
+from .limits import Limits, RefusedError, check_whole_number
+from .loading import LoadedModel
+from .pacing import Pacer
+from .stepping import Explanation, explain
+from .transcripts import Transcripts
 
 SHOWN_EVENTS = 600  # before the last picture's newest
 STEP_EVENTS = 1500  # among which all those of a step are

@@ -10,8 +10,8 @@ from typing import Any
 
 import gradio as gr
 
-from demo.hub import Picture
-from demo.views import STATIC, clean_text
+from .hub import Picture
+from .views import STATIC, clean_text
 
 MAX_TEXT = 8000  # characters of a text
 

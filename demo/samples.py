@@ -8,14 +8,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from demo.beams import BeamRecorder
-from demo.generation import Sampling
-from demo.hub import Hub, Ticket, Watch, cancel
-from demo.limits import RefusedError
-from demo.prompts import encode
-from demo.run_record import RunRecord
-from demo.sharing import SharingMeter
-from demo.streams import decode_reply, in_thread
+from .beams import BeamRecorder
+from .generation import Sampling
+from .hub import Hub, Ticket, Watch, cancel
+from .limits import RefusedError
+from .prompts import encode
+from .run_record import RunRecord
+from .sharing import SharingMeter
+from .streams import decode_reply, in_thread
 
 WATCH_SECONDS = 0.04  # between two snapshots
 SHOW_SECONDS = 0.2  # between two updates of the page

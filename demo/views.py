@@ -17,7 +17,7 @@ from typing import Any
 
 import gradio as gr
 
-from demo.sentences import describe_event
+from .sentences import describe_event
 
 STATIC = Path(__file__).parent / "static"
 MAX_EVENTS = 300  # sent at once; the browser picks those it hasn't shown

@@ -11,13 +11,13 @@ from typing import Any
 
 import gradio as gr
 
-from demo.chat import describe, reply
-from demo.generation import MAX_SEED, Sampling
-from demo.hub import Hub, cancel
-from demo.limits import RefusedError
-from demo.pages.viewer import quietly
-from demo.prompts import openings
-from demo.told import told
+from ..chat import describe, reply
+from ..generation import MAX_SEED, Sampling
+from ..hub import Hub, cancel
+from ..limits import RefusedError
+from ..prompts import openings
+from ..told import told
+from .viewer import quietly
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,18 @@ from typing import Any
 
 import gradio as gr
 
-from demo.compare import MemoryMap, memory_maps
-from demo.generation import Sampling
-from demo.hub import Hub
-from demo.limits import RefusedError
-from demo.pages.viewer import quietly
-from demo.panels import Notes, Table, notes_value, table_value
-from demo.pressure import burst
-from demo.run_record import RunRecord
-from demo.told import told
-from demo.views import MemoryMaps, memory_maps_value
 from hf_paged.tools.report import format_bytes
+
+from ..compare import MemoryMap, memory_maps
+from ..generation import Sampling
+from ..hub import Hub
+from ..limits import RefusedError
+from ..panels import Notes, Table, notes_value, table_value
+from ..pressure import burst
+from ..run_record import RunRecord
+from ..told import told
+from ..views import MemoryMaps, memory_maps_value
+from .viewer import quietly
 
 COLUMNS = ("", "KV memory", "holds tokens", "empty", "Waste")
 NUMBERS = (1, 2, 3, 4)

@@ -8,11 +8,11 @@ from typing import Any
 import gradio as gr
 import pandas as pd
 
-from demo.history import Sample
-from demo.hub import Hub, Picture
-from demo.pages.replay import replay_panel
-from demo.pages.viewer import Viewer
-from demo.replays import Replay
+from ..history import Sample
+from ..hub import Hub, Picture
+from ..replays import Replay
+from .replay import replay_panel
+from .viewer import Viewer
 
 SHOWN_SECONDS = 90
 NOTHING = Sample(0.0, 0.0, 0, 0, 0, 0.0, 0.0)

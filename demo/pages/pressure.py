@@ -9,12 +9,12 @@ from typing import Any
 
 import gradio as gr
 
-from demo.generation import Sampling
-from demo.hub import PREEMPTIONS, Hub
-from demo.pages.viewer import quietly
-from demo.panels import Notes, Table, notes_value, table_value
-from demo.pressure import Burst, burst
-from demo.told import told
+from ..generation import Sampling
+from ..hub import PREEMPTIONS, Hub
+from ..panels import Notes, Table, notes_value, table_value
+from ..pressure import Burst, burst
+from ..told import told
+from .viewer import quietly
 
 COLUMNS = ("Request", "State", "Prompt tokens", "New tokens", "Swapped", "Recomputed", "Reply")
 NUMBERS = (2, 3, 4, 5)

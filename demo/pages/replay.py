@@ -9,9 +9,9 @@ from typing import Any
 import gradio as gr
 import pandas as pd
 
-from demo.pages.viewer import quietly
-from demo.replays import OURS, Replay
-from demo.told import told
+from ..replays import OURS, Replay
+from ..told import told
+from .viewer import quietly
 
 FRAMES, FRAME_SECONDS = 24, 0.4
 AFTER = 1.25  # the replay goes on for a quarter of the time that it took the other to saturate

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
-from demo.pages.viewer import Viewer
-from demo.panels import Table, table_value
+from ..panels import Table, table_value
+from .viewer import Viewer
 
 if TYPE_CHECKING:  # an extra of its own
     from hf_paged.server import RequestTable, ServedRequest

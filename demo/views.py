@@ -167,8 +167,8 @@ def beam_tree_value(nodes: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """What `BeamTree` draws: nodes as `[id, parent, token, score, step, rank]`.
 
     Args:
-        nodes: Of each hypothesis `id`, `parent` (an id or `None`), `token` (text), `score` (sum of log-probabilities),
-            `step`, and `rank` (from 1, of a returned beam's last token; else `None`).
+        nodes: Of each hypothesis `id`, `parent` (an id or `None`), `token` (text), `score` (sum of log-probabilities;
+            `None`: not known yet), `step`, and `rank` (from 1, of a returned beam's last token; else `None`).
 
     Raises:
         ValueError: A parent doesn't exist, or an id exists twice.
@@ -257,5 +257,5 @@ def _label(group: int, names: Mapping[int, str], request_id: str | None) -> str:
     return clean_text(names.get(group) or request_id or f"request {group}")
 
 
-def _finite(score: float) -> float | None:
-    return float(score) if math.isfinite(score) else None
+def _finite(score: float | None) -> float | None:
+    return float(score) if score is not None and math.isfinite(score) else None

@@ -77,18 +77,22 @@ def cards_value(cards: Iterable[tuple[str, str, str]]) -> dict[str, Any]:
     }
 
 
-def table_value(columns: Sequence[str], rows: Iterable[Sequence[Any]], numbers: Iterable[int] = ()) -> dict[str, Any]:
+def table_value(
+    columns: Sequence[str] = (), rows: Iterable[Sequence[Any]] = (), numbers: Iterable[int] = (), empty: str = ""
+) -> dict[str, Any]:
     """What `Table` draws.
 
     Args:
         columns: Their names.
         rows: A key first, that no other row has, and then a cell for each column.
         numbers: Columns that are numbers, counted from 0.
+        empty: What to type into a shell, where there is no row yet.
     """
     return {
         "columns": list(columns),
         "rows": [[clean_text(str(cell), 400) for cell in row] for row in rows],
         "numbers": list(numbers),
+        "empty": empty,
     }
 
 

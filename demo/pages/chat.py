@@ -57,8 +57,8 @@ FOLLOW = """() => requestAnimationFrame(() => {
 })"""
 
 
-def chat_page(hub: Hub) -> None:
-    """Builds the tab."""
+def chat_page(hub: Hub) -> gr.Textbox:
+    """Builds the tab, and returns the box in which a message is written."""
     loaded = hub.loaded
     hint = "Say something" if loaded.has_chat_template else "Begin a story"
     chatbot = gr.Chatbot(
@@ -104,6 +104,7 @@ def chat_page(hub: Hub) -> None:
     chatbot.undo(page.undo, [conversation, message], [chatbot, conversation, message], **quietly())
     chatbot.clear(page.clear, None, conversation, **quietly(queue=False))
     stop.click(page.stop, None, None, **quietly(queue=False))
+    return message
 
 
 def at_rest() -> list[Any]:

@@ -24,6 +24,7 @@ from .viewer import quietly
 
 COLUMNS = ("", "KV memory", "holds tokens", "empty", "Waste")
 NUMBERS = (1, 2, 3, 4)
+NOTHING = (table_value(), memory_maps_value([]))  # in place of what was measured before
 EMPTY = "Run some prompts and see what each way to keep their keys and values would have held."
 
 
@@ -54,7 +55,7 @@ def memory_page(hub: Hub, last_run: gr.State) -> None:
         async with aclosing(burst(hub, request.session_hash or "api", int(count), sampling, int(longest))) as states:
             async for state in states:
                 record = state.record
-                yield [_note(f"Running: {state.describe()}"), gr.skip(), gr.skip(), gr.skip()]
+                yield [_note(f"Running: {state.describe()}"), *NOTHING, gr.skip()]
         if record is None:
             raise RefusedError("The run was stopped: there is nothing to compare.")
         async for update in _compare(hub, record):
@@ -77,8 +78,7 @@ def memory_page(hub: Hub, last_run: gr.State) -> None:
 async def _compare(hub: Hub, record: RunRecord) -> AsyncIterator[list[Any]]:
     yield [
         _note(f"{record.title}: stock transformers runs the same prompts now, to be measured."),
-        gr.skip(),
-        gr.skip(),
+        *NOTHING,
     ]
     found = await asyncio.to_thread(memory_maps, hub.loaded, record)
     rows = [[each.name, each.name, *_figures(each)] for each in found]

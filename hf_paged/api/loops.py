@@ -64,7 +64,7 @@ def prepare(model: Any, call: PreparedCall) -> PreparedCall:
     cache, config = call.cache, call.generation_config
     if cache is not None:
         engine.core.note_detour(f"transformers' own loop: {why_loop(model, call)}")
-        longest = check_prompt(engine, call)
+        longest = call.max_tokens = check_prompt(engine, call)
         per_step = config.output_hidden_states and config.return_dict_in_generate
         is_kept = any(row is not None and not row.is_recomputable for row in cache.sequences)
         if not engine.forwards.is_batched() or is_kept or per_step:
@@ -126,7 +126,7 @@ def run_loop(engine: Engine, model: Any, queued: Handover | None, call: Prepared
     if cache is None:
         with draws:
             return loop()
-    with deferred_interrupt(), engine.calls.decoding(cache, call.num_blocks):
+    with deferred_interrupt(), engine.calls.decoding(cache, call.num_blocks, call.max_tokens):
         # The blocks go back while the call still counts as one that will return some: a call that waits for room
         # would otherwise find, for a moment, neither room nor a call to wait for.
         try:

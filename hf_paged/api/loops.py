@@ -20,6 +20,7 @@ from hf_paged.engine.beam_search import BeamSearchLoop
 from hf_paged.engine.calls import TokenStream
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.prepared_call import PreparedCall
+from hf_paged.engine.prompts import check_ids
 from hf_paged.kernels.transfers import to_device, to_host
 from hf_paged.memory.streams import Handover, on_steps_stream
 from hf_paged.model.base_class import base_class
@@ -49,6 +50,8 @@ def prepare(model: Any, call: PreparedCall) -> PreparedCall:
     if call.cache is not None:
         check_tokens(call.input_ids)
         check_tokens(call.others.get("inputs_embeds"))
+        if not call.is_submitted and call.input_ids.is_cpu and call.input_ids.numel():
+            check_ids(*(int(end) for end in call.input_ids.aminmax()), model)
         call.rows = engine_rows(model, call)
         if call.rows is not None:
             check_prompt(engine, call)

@@ -13,7 +13,7 @@ class EngineStats:
     Attributes:
         num_blocks: Blocks in the pool; 0 before its first use if it is to be sized from memory.
         num_free_blocks: Blocks that are not held, those kept for prefix hits included.
-        num_running: Sequences with keys and values in the pool.
+        num_running: Sequences with keys and values in the pool, but for those of a `PagedCache` at rest.
         num_waiting: Requests with work that hold no blocks: not started, or preempted by recomputation.
         num_swapped: Sequences whose blocks are in CPU memory.
         num_preemptions: Sequences whose blocks were taken for others (counter).

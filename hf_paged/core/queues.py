@@ -76,8 +76,8 @@ class Queues:
 
     @property
     def num_running(self) -> int:
-        """Sequences with keys and values in the pool."""
-        return sum(len(group.sequences) for group in self.resident.values())
+        """Sequences with keys and values in the pool that a call generates with: not those of a cache at rest."""
+        return sum(len(group.sequences) for group in self.resident.values() if not group.is_idle)
 
     @property
     def num_swapped(self) -> int:

@@ -297,7 +297,7 @@ class Engine(Lasting):
 
     @property
     def num_running(self) -> int:
-        """Sequences with keys and values in the pool."""
+        """Sequences with keys and values in the pool, but for those of a `PagedCache` at rest."""
         return self.core.num_running
 
     @property

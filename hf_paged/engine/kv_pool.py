@@ -291,8 +291,8 @@ class KVPool:
             lost = self.scheduler.preemption.preempt_all()
             if lost:
                 raise ValueError(
-                    f"{lost} sequence(s) of live PagedCache objects can't be computed again from token ids; "
-                    "reset() or drop those caches first"
+                    f"{lost} sequence(s) of running requests or live PagedCache objects can't be computed again from "
+                    "token ids: wait for the requests, and reset() or drop the caches first"
                 )
             self.manager.prefix.reset()
             self.drop()

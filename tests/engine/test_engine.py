@@ -94,6 +94,8 @@ BAD_PROMPTS: dict[str, tuple[Any, str]] = {
     "floats": ([1.0, 2.0], r"integer token ids.*1\.0"),
     "float_tensor": (torch.ones(3), "integer token ids.*float32"),
     "complex_tensor": (torch.ones(3, dtype=torch.complex128), "integer token ids.*complex128"),
+    "text": ("a text", "got 'a text'; tokenize it first"),
+    "encoding": (tiny_tokenizer()("hello"), "give its input_ids"),
     "bools": ([True, False], "integer token ids.*True"),
     "bool_tensor": (torch.ones(3, dtype=torch.bool), "integer token ids.*bool"),
     "beyond": ([5, VOCAB], f"{VOCAB} is outside the model's vocabulary of {VOCAB}"),

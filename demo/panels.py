@@ -52,20 +52,27 @@ def _read(*files: Any) -> str:
 
 
 def gauges_value(picture: Picture) -> dict[str, Any]:
-    """What `Gauges` draws: blocks held and cached of how many, and gauges `[name, text]`."""
+    """What `Gauges` draws: blocks held and cached of how many, and gauges `[name, text, meaning]`."""
     blocks, stats, last = picture.snapshot["blocks"], picture.stats, picture.last
-    hit_rate = last.hit_rate if last is not None else None
+    hit_rate, new_blocks = (last.hit_rate, last.blocks_per_token) if last is not None else (None, None)
+    alone = 1 / picture.snapshot["block_size"]
     return {
         "num_blocks": len(blocks) or stats.num_blocks,
         "held": sum(count > 0 for count in blocks),
         "cached": sum(count < 0 for count in blocks),
         "gauges": [
-            ["running", f"{stats.num_running:,}"],
-            ["waiting", f"{stats.num_waiting:,}"],
-            ["swapped", f"{stats.num_swapped:,}"],
-            ["tokens/s", f"{last.tokens_per_second:,.0f}" if last is not None else "0"],
-            ["prefix hits", "–" if hit_rate is None else f"{hit_rate:.0%}"],
-            ["preemptions", f"{stats.num_preemptions:,}"],
+            ["running", f"{stats.num_running:,}", "Sequences with keys and values in the pool."],
+            ["waiting", f"{stats.num_waiting:,}", "Requests that hold no block: not started, or to be computed again."],
+            ["swapped", f"{stats.num_swapped:,}", "Sequences whose blocks are in CPU memory."],
+            ["tokens/s", f"{last.tokens_per_second:,.0f}" if last is not None else "0", "Of all requests together."],
+            [
+                "blocks/token",
+                "–" if new_blocks is None else f"{new_blocks:.3f}",
+                f"New blocks for each new token, over ten seconds: how well sharing works. A lone reply takes "
+                f"{alone:.3f} and its prompt's blocks; samples, beams and prompts that share blocks take less.",
+            ],
+            ["prefix hits", "–" if hit_rate is None else f"{hit_rate:.0%}", "Prompt tokens found in the cache."],
+            ["preemptions", f"{stats.num_preemptions:,}", "Sequences that lost their blocks to others."],
         ],
     }
 

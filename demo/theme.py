@@ -17,7 +17,8 @@ CSS = """
 .gradio-container { overflow: clip !important; } /* as it clips, nothing in it would stick */
 #guide-look p { margin: 0; max-width: 110ch; }
 #pool-panel {
-  position: sticky; top: 8px; align-self: flex-start; max-height: calc(100vh - 16px); padding-right: 2px; overflow-y: auto;
+  position: sticky; top: 8px; align-self: flex-start; max-height: calc(100vh - 16px); padding-right: 2px;
+  overflow-y: auto;
 }
 
 /* A reply keeps its line breaks; what it took stands below it in small print, and is nothing to click on. */
@@ -38,7 +39,7 @@ CSS = """
 /* Above the controls, and before one's eyes while one scrolls through them. */
 @media (max-width: 900px) {
   #pool-panel {
-    order: -1; top: 0; z-index: 5; max-height: 42vh; padding: 8px 0; background: var(--body-background-fill);
+    order: -1; top: 0; z-index: 40; max-height: 42vh; padding: 8px 0; background: var(--body-background-fill);
     border-bottom: 1px solid var(--border-color-primary);
   }
 }
@@ -77,7 +78,7 @@ def make_theme() -> gr.themes.Base:
         button_primary_background_fill="#1d4ed8",
         button_primary_background_fill_dark="#2f6bf0",
         button_primary_background_fill_hover="#1e40af",
-        button_primary_background_fill_hover_dark="#4f83f5",
+        button_primary_background_fill_hover_dark="#1d4ed8",
         button_primary_text_color="#ffffff",
         button_primary_text_color_dark="#ffffff",
     )

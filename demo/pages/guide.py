@@ -85,7 +85,7 @@ def guide_panel() -> tuple[list[gr.Button], gr.Markdown]:
                     stop.title,
                     variant="secondary" if number else "primary",
                     elem_id=f"guide-{number + 1}",
-                    min_width=150,
+                    min_width=140,
                     size="md",
                 )
                 for number, stop in enumerate(STOPS)

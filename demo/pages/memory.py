@@ -22,7 +22,7 @@ from ..told import told
 from ..views import MemoryMaps, memory_maps_value
 from .viewer import quietly
 
-COLUMNS = ("", "KV memory", "holds tokens", "empty", "Waste")
+COLUMNS = ("Way", "KV memory", "holds tokens", "empty", "Waste")
 NUMBERS = (1, 2, 3, 4)
 NOTHING = (table_value(), memory_maps_value([]))  # in place of what was measured before
 EMPTY = "Run some prompts and see what each way to keep their keys and values would have held."

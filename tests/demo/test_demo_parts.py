@@ -17,15 +17,17 @@ import torch
 from typer.testing import CliRunner
 
 import hf_paged
+from demo import frames as frames_module
 from demo.__main__ import command
 from demo.beams import BeamTree
 from demo.chat import Reply, reply
 from demo.compare import memory_maps
+from demo.frames import Frames
 from demo.generation import Sampling
 from demo.hub import Hub
 from demo.limits import Limits, RefusedError
 from demo.loading import LoadError, load
-from demo.pages.replay import PLOTS, frames, last_point
+from demo.pages.replay import OTHER, PLOTS, frames, last_point
 from demo.pressure import BurstWatch
 from demo.prompts import render
 from demo.replays import OURS, Replay
@@ -84,6 +86,33 @@ def test_the_tree_of_beams_is_the_engine_s_search(eos: list[int]) -> None:
         assert nodes[rank]["score"] / len(tokens) == pytest.approx(score, abs=1e-4)
     if eos:
         assert any(len(tokens) < 10 for tokens in output.sequences), "no beam ended early: the test tests nothing"
+
+
+# --------------------------------------------------------------------------------------------------- the last steps
+
+
+def test_frames_of_the_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: a frame without its events, one that a slower thread's older snapshot takes the place of, and
+    memory without an end.
+    """
+    kept = Frames()
+
+    def snapshot(step: int, *events: int) -> dict[str, Any]:
+        return {"num_steps": step, "blocks": [step] * 8, "events": [{"id": event} for event in events]}
+
+    kept.see(snapshot(0))
+    kept.see(snapshot(1, 1, 2))
+    kept.see(snapshot(1, 1, 2, 3))
+    kept.see(snapshot(3, 2, 3, 4))
+    kept.see(snapshot(2, 2, 3))
+    assert kept.steps == [0, 1, 3] and kept.frame(2) is None
+    assert kept.frame(1) == snapshot(1, 1, 2, 3) and kept.frame(3) == snapshot(3, 4)
+    for step in range(4, 300):
+        kept.see(snapshot(step, step + 1))
+    assert kept.steps == list(range(100, 300))
+    monkeypatch.setattr(frames_module, "MOST_BYTES", 1000)
+    kept.see(snapshot(300, 301))
+    assert 1 < len(kept.steps) < 50 and kept.steps[-1] == 300
 
 
 # ----------------------------------------------------------------------------------------------------- sharing and maps
@@ -342,7 +371,7 @@ def test_a_replay_ends_when_the_other_is_saturated(other: str) -> None:
     for frame, name in zip(frames(replay, other, point), PLOTS, strict=True):
         columns = frame.set_index("system")
         factor = 100 if name == "tokens" else 1
-        for label, system in ((OURS, OURS), ("the other", other)):
+        for label, system in ((OURS, OURS), (OTHER, other)):
             expected = [factor * value for value in replay.series(system, name)[: point + 1]]
             assert columns.loc[label][PLOTS[name]].tolist() == expected
     assert replay.series(OURS, "done")[-1] > replay.series(other, "done")[-1]

@@ -157,7 +157,7 @@ const empty = el("div", { class: "kv-empty" }, "The pool is made with the first 
 
 // The scrubber: the last steps, one after the other. At its end the pool is shown as it is.
 const scrubber = el("input", { type: "range", min: 0, max: 0, value: 0, class: "kv-scrubber", "aria-label": "Step that is shown", input: () => scrub() });
-const live = el("button", { type: "button", class: "kv-live", "aria-pressed": "true", click: () => goLive() }, "live");
+const live = el("button", { type: "button", class: "kv-live", disabled: true, click: () => goLive() }, "live");
 const when = el("span", { class: "kv-number" });
 const happened = el("ul", { class: "kv-happened kv-quiet", hidden: true, tabindex: 0, "aria-label": "What happened in this step" });
 const timeline = el("div", { class: "kv-timeline" }, el("div", { class: "kv-timeline-row" }, when, scrubber, live), happened);
@@ -263,7 +263,7 @@ function showTime() {
   const step = `step ${NUMBER.format(shown ?? latest?.num_steps ?? 0)}`;
   setText(when, shown === null ? step : `as of ${step}`);
   scrubber.setAttribute("aria-valuetext", shown === null ? `${step}, live` : step);
-  live.setAttribute("aria-pressed", String(shown === null));
+  live.disabled = shown === null;
   VIEW.classList.toggle("kv-is-past", shown !== null);
 }
 

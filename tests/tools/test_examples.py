@@ -40,6 +40,13 @@ def test_quickstart():
     assert 0 < used < total
 
 
+def test_paged_from_scratch():
+    output = run_example("paged_from_scratch.py")
+    assert "same tokens as stock generate(): True" in output
+    [(copies, preemptions)] = numbers(r"blocks copied on write: (\d+), preemptions: (\d+)", output)
+    assert copies > 0 and preemptions > 0
+
+
 def test_tensor_parallel():
     output = run_example("tensor_parallel.py")
     for rank in (0, 1):

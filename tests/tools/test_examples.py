@@ -47,6 +47,15 @@ def test_paged_from_scratch():
     assert copies > 0 and preemptions > 0
 
 
+def test_block_tables():
+    output = run_example("block_tables.py")
+    assert "A arrives with 20 tokens, 0 of them found\n" in output and "table of A: [0, 1, 2, 3, 4]\n" in output
+    assert "C writes token 10 into a copy\n" in output and "B writes token 10 in place\n" in output
+    assert "D arrives with 17 tokens, 12 of them found\n" in output
+    assert "E has to wait: the operation needs 5 free block(s), the pool has 2\n" in output
+    assert "E arrives with 17 tokens" in output and "D and E end\n" in output
+
+
 def test_tensor_parallel():
     output = run_example("tensor_parallel.py")
     for rank in (0, 1):

@@ -15,7 +15,8 @@ SHELL := /bin/bash
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 VENV ?= .venv
 VENV_OLD ?= .venv-5.17
-TRITON_OLD ?= .venv-triton-3.6
+TRITONS ?= 3.6.0 3.9.0
+TORCH ?= 2.14.1
 ARGS ?=
 PIP_ARGS ?=
 PYTEST_ARGS ?=
@@ -34,7 +35,7 @@ NOT_CORE := $(wildcard tests/core/test_*.py tests/kernels/test_*.py tests/memory
 PY := $(VENV)/bin/python
 PIP_INSTALL = -m pip install $(if $(CI),--quiet) --disable-pip-version-check $(PIP_ARGS)
 QUICK := not slow and not gpu and not browser and not ci
-SOURCES := hf_paged tests examples $(wildcard benchmarks demo)
+SOURCES := hf_paged tests examples readme_hook.py $(wildcard benchmarks demo)
 RESULTS ?= benchmarks/results
 
 # Nothing here may reach for a model hub behind our back; `make run` may (ARGS="--model Qwen/Qwen3-0.6B").
@@ -75,9 +76,15 @@ $(VENV_OLD)/.installed-test: pyproject.toml constraints-5.17.txt | $(VENV_OLD)/b
 	$(VENV_OLD)/bin/python $(PIP_INSTALL) -c constraints-5.17.txt -e '.[test]'
 	@touch $@
 
-# Not an environment but one package, the oldest supported Triton, to lie on the path before the environment's own.
-$(TRITON_OLD)/.installed: | $(VENV)/.installed-dev
-	$(PY) $(PIP_INSTALL) --target $(TRITON_OLD) triton==3.6.0
+# Not an environment but one package, another release of Triton, to lie on the path before the environment's own.
+.venv-triton-%/.installed: | $(VENV)/.installed-dev
+	$(PY) $(PIP_INSTALL) --target $(@D) triton==$*
+	@touch $@
+
+.venv-torch-%/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	grep -v '^torch==\|^triton==' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python $(PIP_INSTALL) -c $(@D)/constraints.txt torch==$* -e '.[test]'
 	@touch $@
 
 # ---------------------------------------------------------------------------------------------------------- commands
@@ -142,6 +149,11 @@ sanitize: $(VENV)/.installed-dev ## the kernels in C on tensors of all shapes, w
 test-5.17: $(VENV_OLD)/.installed-test ## the core tests on the oldest supported transformers, in .venv-5.17
 	$(TEST_ENV) $(VENV_OLD)/bin/python -m pytest --every $(EVERY) $(NOT_CORE:%=--ignore=%) $(PYTEST_ARGS) $(T)
 
+# By hand, with what can be had: most releases bring gigabytes of CUDA, which their tests on a CPU don't use.
+.PHONY: test-torch
+test-torch: .venv-torch-$(TORCH)/.installed ## the CPU tests, one case of sixteen, on another torch: make test-torch TORCH=2.14.1
+	$(TEST_ENV) .venv-torch-$(TORCH)/bin/python -m pytest --every 16 -m "$(QUICK)" $(PYTEST_ARGS) $(T)
+
 .PHONY: lint
 lint: $(VENV)/.installed-dev ## ruff, mypy, import-linter, budgets
 	$(VENV)/bin/ruff check $(SOURCES)
@@ -184,9 +196,9 @@ kernel-census: $(VENV)/.installed-dev ## write benchmarks/kernel_census.jsonl an
 	PYTHONPATH=. $(TEST_ENV) $(PY) benchmarks/kernel_soak.py --write
 
 .PHONY: compile-kernels
-compile-kernels: $(VENV)/.installed-dev $(TRITON_OLD)/.installed ## compile that census for three GPUs, by two releases of Triton
-	PYTHONPATH=. $(PY) benchmarks/compile_kernels.py --out $(RESULTS) $(ARGS)
-	PYTHONPATH=$(TRITON_OLD):. $(PY) benchmarks/compile_kernels.py --out $(RESULTS) $(ARGS)
+compile-kernels: $(VENV)/.installed-dev $(TRITONS:%=.venv-triton-%/.installed) ## compile that census for three GPUs, by three releases of Triton
+	for folder in "" $(TRITONS:%=.venv-triton-%:); do \
+	    PYTHONPATH=$$folder. $(PY) benchmarks/compile_kernels.py --out $(RESULTS) $(ARGS); done
 
 # For a machine with a GPU and a python3 that has torch, triton, transformers and pytest: no environment is made, nothing
 # is installed. benchmarks/GPU.md says what each step is, how long it takes and what to send back. Stopped anywhere, the
@@ -230,7 +242,7 @@ clean: ## remove what the tools leave behind (not the environments)
 
 .PHONY: distclean
 distclean: clean ## clean, and remove the environments
-	rm -rf $(VENV) $(VENV_OLD) $(TRITON_OLD)
+	rm -rf $(VENV) $(VENV_OLD) .venv-triton-* .venv-torch-*
 
 .PHONY: help
 help: ## this list

@@ -326,11 +326,12 @@ class VLLM:
         }
         command = [str(venv / "bin" / "python"), str(Path(__file__).with_name("generate_vllm.py")), self._folder.name]
         command += [dtype, str(workload.max_num_seqs), "2048", str(int(keeps_prefixes))]
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._errors,
             text=True,
             env=environment,
         )
@@ -354,7 +355,9 @@ class VLLM:
         for line in self._process.stdout:
             if line.startswith("RESULT "):
                 return json.loads(line.removeprefix("RESULT "))
-        raise RuntimeError(f"vLLM ended with status {self._process.wait()}")
+        status = self._process.wait()
+        self._errors.seek(0)
+        raise RuntimeError(f"vLLM ended with status {status}:\n{self._errors.read()[-4000:]}")
 
     def kv_bytes(self, requests: Sequence[Request]) -> None:
         return None

@@ -10,6 +10,7 @@ from hf_paged.attention.cache import PagedCache
 from hf_paged.core.config import PagedConfig
 from hf_paged.core.errors import OutOfBlocksError, QueueFullError, UnsupportedCallError, UnsupportedModelError, needs
 from hf_paged.core.metrics import EngineStats
+from hf_paged.core.policy import FCFS, Policy, ShortestFirst
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.explain import Detour
 from hf_paged.engine.request import Request, RequestMetrics, RequestOutput, TokenEvent
@@ -28,6 +29,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "FCFS",
     "Detour",
     "Engine",
     "EngineStats",
@@ -36,10 +38,12 @@ __all__ = [
     "OutOfBlocksError",
     "PagedCache",
     "PagedConfig",
+    "Policy",
     "QueueFullError",
     "Request",
     "RequestMetrics",
     "RequestOutput",
+    "ShortestFirst",
     "SupportReport",
     "TokenEvent",
     "TokenLogprobs",

@@ -116,11 +116,10 @@ class Reserved(FCFS):
     """
 
     def __init__(self, manager: BlockManager, allocator: Allocator, tokens: Callable[[int], int]) -> None:
-        super().__init__(manager.pool.num_blocks)
         self._manager, self._allocator, self._tokens = manager, allocator, tokens
         self.runs: dict[int, range] = {}
 
-    def spare(self, group: SequenceGroup, is_alone: bool, is_forced: bool) -> int | None:
+    def spare(self, group: SequenceGroup, num_blocks: int, is_alone: bool, is_forced: bool) -> int | None:
         self._collect()
         got: list[int] = []
         for sequence in group.sequences:
@@ -159,12 +158,12 @@ class Static(Reserved):
         super().__init__(manager, allocator, tokens)
         self.batch: list[SequenceGroup] = []
 
-    def spare(self, group: SequenceGroup, is_alone: bool, is_forced: bool) -> int | None:
+    def spare(self, group: SequenceGroup, num_blocks: int, is_alone: bool, is_forced: bool) -> int | None:
         if is_alone:
             self.batch = []
         if any(sequence.num_computed_tokens for member in self.batch for sequence in member.sequences):
             return None
-        spare = super().spare(group, is_alone, is_forced)
+        spare = super().spare(group, num_blocks, is_alone, is_forced)
         if spare is not None:
             self.batch.append(group)
         return spare
@@ -227,7 +226,7 @@ def exact(prompt: int, output: int, _context: int) -> int:
     return prompt + output
 
 
-PAGED = System("hf_paged", "#0b6e4f", lambda manager, lengths, context: FCFS(manager.pool.num_blocks), shares=True)
+PAGED = System("hf_paged", "#0b6e4f", lambda manager, lengths, context: FCFS(), shares=True)
 ORACLE = System("Orca (Oracle)", "#4c78a8", _reserved(Reserved, exact, Buddy))
 POW2 = System(
     "Orca (Pow2)",

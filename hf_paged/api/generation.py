@@ -100,6 +100,9 @@ class PagedGenerationMixin(PagedBatchMixin):
             value = getattr(prepared, name)
             if value is not None and (not isinstance(value, Integral) or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+            most = self.paged.config.max_branches
+            if value is not None and most is not None and value > most:
+                raise ValueError(f"{name}={value} is above max_branches, which is {most} here: ask for fewer")
         return prepared, others
 
     def _prepare_cache_for_generation(

@@ -20,6 +20,7 @@ from hf_paged.engine.beam_search import BeamSearchLoop
 from hf_paged.engine.calls import TokenStream
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.prepared_call import PreparedCall
+from hf_paged.engine.prompts import check_ids
 from hf_paged.kernels.transfers import to_device, to_host
 from hf_paged.memory.streams import Handover, on_steps_stream
 from hf_paged.model.base_class import base_class
@@ -49,6 +50,8 @@ def prepare(model: Any, call: PreparedCall) -> PreparedCall:
     if call.cache is not None:
         check_tokens(call.input_ids)
         check_tokens(call.others.get("inputs_embeds"))
+        if not call.is_submitted and call.input_ids.is_cpu and call.input_ids.numel():
+            check_ids(*(int(end) for end in call.input_ids.aminmax()), model)
         call.rows = engine_rows(model, call)
         if call.rows is not None:
             check_prompt(engine, call)
@@ -64,7 +67,7 @@ def prepare(model: Any, call: PreparedCall) -> PreparedCall:
     cache, config = call.cache, call.generation_config
     if cache is not None:
         engine.core.note_detour(f"transformers' own loop: {why_loop(model, call)}")
-        longest = check_prompt(engine, call)
+        longest = call.max_tokens = check_prompt(engine, call)
         per_step = config.output_hidden_states and config.return_dict_in_generate
         is_kept = any(row is not None and not row.is_recomputable for row in cache.sequences)
         if not engine.forwards.is_batched() or is_kept or per_step:
@@ -126,7 +129,7 @@ def run_loop(engine: Engine, model: Any, queued: Handover | None, call: Prepared
     if cache is None:
         with draws:
             return loop()
-    with deferred_interrupt(), engine.calls.decoding(cache, call.num_blocks):
+    with deferred_interrupt(), engine.calls.decoding(cache, call.num_blocks, call.max_tokens):
         # The blocks go back while the call still counts as one that will return some: a call that waits for room
         # would otherwise find, for a moment, neither room nor a call to wait for.
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import nn
@@ -77,7 +78,7 @@ def _channel(model: nn.Module, config: PagedConfig, traits: ModelTraits) -> Chan
     if config.warm_up:
         raise ValueError("warm_up=True is not supported over several processes (tp_plan)")
     channel = Channel(ranks)
-    found = channel.gather((config, repr(traits)))
+    found = channel.gather((replace(config, policy="fcfs"), repr(traits)))  # rank 0 schedules
     if any(other != found[0] for other in found):
         raise ValueError(f"all processes must patch the model with the same settings; theirs are {found}")
     return channel

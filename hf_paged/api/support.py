@@ -96,7 +96,12 @@ def unwrap(model: Any) -> nn.Module:
         ValueError: Not a torch module at all.
     """
     if not isinstance(model, nn.Module):
-        raise ValueError(f"expected a Hugging Face model, got {type(model).__name__}: {model!r:.80}")
+        remedy = ""
+        if isinstance(getattr(model, "model", None), nn.Module):
+            remedy = "; give the model inside, its `.model`"
+        elif isinstance(model, str):
+            remedy = "; load it first, as AutoModelForCausalLM.from_pretrained(...)"
+        raise ValueError(f"expected a Hugging Face model, got {type(model).__name__}: {model!r:.80}{remedy}")
     get_base_model: Any = getattr(model, "get_base_model", None)
     inner = model if get_base_model is None else get_base_model()
     return inner if isinstance(inner, nn.Module) else model

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.group_rows import GroupRows, common_prefix
@@ -66,7 +68,7 @@ class Admission:
         return self._start(step, group, spare)
 
     def _spare(self, step: Step, group: SequenceGroup) -> int | None:
-        return self._queues.policy.spare(group, not self._queues.resident, step.forced)
+        return self._queues.policy.spare(group, self._manager.pool.num_blocks, not self._queues.resident, step.forced)
 
     def _bring_back(self, step: Step, group: SequenceGroup, spare: int) -> bool:
         """Swaps a group in and runs it, if it fits with what it is about to add."""
@@ -184,7 +186,7 @@ class Admission:
             candidates += [group for group in outside if group.owner is step.only and group.has_work]
         if not candidates:
             return
-        first = min(candidates, key=queues.policy.order)
+        first = min(candidates, key=attrgetter("order"))
         try:
             self._force_group(step, first)
         except OutOfBlocksError:
@@ -192,7 +194,7 @@ class Admission:
             fixed = [g for g in candidates if g is not first and g.arrival in queues.ready and not g.is_recomputable]
             if not fixed:
                 raise
-            self._force_group(step, min(fixed, key=queues.policy.order))
+            self._force_group(step, min(fixed, key=attrgetter("order")))
 
     def _force_group(self, step: Step, first: SequenceGroup) -> None:
         while True:

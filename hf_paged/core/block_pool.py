@@ -40,6 +40,7 @@ class BlockPool:
         num_blocks: size of the pool.
         num_cached_free: free blocks that still hold hashed content.
         peak_in_use: the most blocks that were ever in use at once.
+        num_allocated: blocks that were taken off the free list, whatever they carried; not those found by their hash.
         num_evictions: hashes lost because their block was allocated for something else.
         cache_epoch: how often the prefix cache was reset. What was computed in an earlier epoch must not be hashed.
 
@@ -54,6 +55,7 @@ class BlockPool:
         self.num_cached_free = 0
         self.peak_in_use = 0
         self.num_evictions = 0
+        self.num_allocated = 0
         self.cache_epoch = 0
         self.num_free = 0
         self._index: dict[bytes, int] = {}
@@ -127,6 +129,7 @@ class BlockPool:
             self._forget(block)
             self.num_evictions += 1
         block.ref_count = 1
+        self.num_allocated += 1
 
     def incref(self, block_id: int) -> None:
         """One more holder; takes a cached free block back out of the free list, content intact.

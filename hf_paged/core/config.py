@@ -10,6 +10,8 @@ from dataclasses import InitVar, dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any
 
+from hf_paged.core.policy import Policy, policy_of
+
 logger = logging.getLogger(__name__)
 
 ENV_PREFIX = "HF_PAGED_"
@@ -29,7 +31,7 @@ _GONE = {
     "packed_weights": "weights are multiplied where they lie, and no copy is made: leave it out",
     "weight_dtype": "quantize the model itself (with torchao, say) before patch()",
 }
-_POSITIVE = ("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_waiting")
+_POSITIVE = ("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_waiting", "max_branches")
 
 DEFAULT_SWAP_SPACE_GIB = 4.0
 MAX_GIB = 2**33  # addresses have 63 bits
@@ -55,6 +57,10 @@ class PagedConfig:
         max_num_batched_tokens: Tokens in one model step at most; longer prompts are prefilled in chunks.
         max_waiting: Requests that may wait in the queue; `None`: no limit. With a full queue `generate()` waits and
             `submit()` raises `QueueFullError`.
+        max_branches: Samples or beams that one prompt may have; `None`: no limit. A call for more is a `ValueError`.
+        policy: Who runs first: `"fcfs"` (in order of arrival), `"shortest-first"` (a request overtakes those that came
+            at most so many places before it as it is shorter, prompt and `max_new_tokens`, in units of 256 tokens), or
+            an object with the methods of `hf_paged.Policy`. Within a priority; tokens don't depend on it.
         enable_prefix_caching: Reuse the full KV blocks of equal token prefixes, within a call and between calls.
         preemption: What happens to the KV of a preempted sequence: `"recompute"` drops it and computes it again,
             `"swap"` moves it to CPU memory as long as that has room, `"auto"` takes for each what measured faster.
@@ -86,6 +92,8 @@ class PagedConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_waiting: int | None = None
+    max_branches: int | None = None
+    policy: str | Policy = "fcfs"
     enable_prefix_caching: bool = True
     preemption: str = "auto"
     swap_space_gib: float | None = None
@@ -105,13 +113,14 @@ class PagedConfig:
         _refuse_gone(record=record, packed_weights=packed_weights, weight_dtype=weight_dtype)
         for name in _POSITIVE:
             value = getattr(self, name)
-            optional = name in ("num_blocks", "max_waiting")
+            optional = name in ("num_blocks", "max_waiting", "max_branches")
             if value is None and optional:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive integer{' or None' if optional else ''}, got {value!r}")
         if self.block_size > MAX_BLOCK_SIZE:
             raise ValueError(f"block_size must be at most {MAX_BLOCK_SIZE} tokens, got {self.block_size}")
+        policy_of(self.policy)
         for name in ("enable_prefix_caching", "compile_decode", "warm_up", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")

@@ -13,12 +13,15 @@ class EngineStats:
     Attributes:
         num_blocks: Blocks in the pool; 0 before its first use if it is to be sized from memory.
         num_free_blocks: Blocks that are not held, those kept for prefix hits included.
-        num_running: Sequences with keys and values in the pool.
+        num_running: Sequences with keys and values in the pool, but for those of a `PagedCache` at rest.
         num_waiting: Requests with work that hold no blocks: not started, or preempted by recomputation.
         num_swapped: Sequences whose blocks are in CPU memory.
         num_preemptions: Sequences whose blocks were taken for others (counter).
         num_swapped_out: Those of them that were moved to CPU memory (counter).
         num_admission_stalls: Steps in which the first waiting request did not fit into the free blocks (counter).
+        num_blocks_allocated: Blocks that sequences took, be it to grow, for a copy or to come back; not those that they
+            found in the prefix cache or shared with a sibling (counter). Divided by the tokens generated meanwhile,
+            `1 / block_size` is a lone greedy row; less means that rows share.
         num_cow_copies: Blocks copied because a holder of a shared block wrote to it (counter).
         prefix_cache_hit_tokens: Tokens whose keys and values were found in the pool (counter).
         prefix_cache_query_tokens: Tokens looked up (counter).
@@ -46,6 +49,7 @@ class EngineStats:
     num_preemptions: int = 0
     num_swapped_out: int = 0
     num_admission_stalls: int = 0
+    num_blocks_allocated: int = 0
     num_cow_copies: int = 0
     prefix_cache_hit_tokens: int = 0
     prefix_cache_query_tokens: int = 0

@@ -1,26 +1,36 @@
-"""`Policy`: the four decisions that a scheduler leaves open, and `FCFS`, which makes them by default."""
+"""`Policy`: the four decisions that a scheduler leaves open; `FCFS`, which makes them by default; `ShortestFirst`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 from hf_paged.core.sequence import SequenceGroup
 
 WATERMARK = 0.01  # share of the pool that stays free when a group is admitted, so that what runs can grow
+TOKENS_PER_PLACE = 256  # by so many tokens a group must be shorter to overtake the one that came just before it
 
 
+@runtime_checkable
 class Policy(Protocol):
-    """Order, admission, choice of blocks, victim."""
+    """Order, admission, choice of blocks, victim.
+
+    The scheduler asks with its lock held: a method must be quick, and must not call the engine. What `order` raises
+    reaches the caller; what the other three raise, in a step, fails all requests.
+    """
 
     def order(self, group: SequenceGroup) -> tuple[int, ...]:
-        """Sort key of a group in all queues; it must not change while the group is in one."""
+        """Sort key of a new group in all queues, by its `priority`, `arrival` (a number) and `max_tokens`.
 
-    def spare(self, group: SequenceGroup, is_alone: bool, is_forced: bool) -> int | None:
+        Asked once, on the caller's thread; all keys have one length, and no two are equal.
+        """
+
+    def spare(self, group: SequenceGroup, num_blocks: int, is_alone: bool, is_forced: bool) -> int | None:
         """Whether a group may be let in now.
 
         Args:
             group: The first in line; without blocks, or swapped.
+            num_blocks: The size of the pool.
             is_alone: The pool holds no other group.
             is_forced: Nothing will run otherwise.
 
@@ -50,19 +60,45 @@ class FCFS:
     Optimistic: nothing is reserved for tokens not yet generated but a share of the pool for all of what runs.
     """
 
-    def __init__(self, num_blocks: int) -> None:
-        """For a pool of so many blocks."""
-        self._watermark = max(1, int(num_blocks * WATERMARK))
-
     def order(self, group: SequenceGroup) -> tuple[int, ...]:
-        return group.order
+        return group.priority, group.arrival
 
-    def spare(self, group: SequenceGroup, is_alone: bool, is_forced: bool) -> int | None:
-        return 0 if is_alone or is_forced else self._watermark
+    def spare(self, group: SequenceGroup, num_blocks: int, is_alone: bool, is_forced: bool) -> int | None:
+        return 0 if is_alone or is_forced else max(1, int(num_blocks * WATERMARK))
 
     def blocks(self, requests: Sequence[tuple[int, int]]) -> list[int] | None:
         return None
 
     def victim(self, groups: Sequence[SequenceGroup]) -> SequenceGroup | None:
         """Idle ones first, the newest first of each."""
-        return max(groups, key=lambda group: (group.is_idle, self.order(group)), default=None)
+        return max(groups, key=lambda group: (group.is_idle, group.order), default=None)
+
+
+class ShortestFirst(FCFS):
+    """Within a priority short requests overtake long ones, by a bounded distance; the last in this order makes room.
+
+    The key of a group is its place in the order of arrival plus its length in units of `TOKENS_PER_PLACE`. So a request
+    waits for at most as many later ones as its length has units, and nothing has to grow old to be served.
+    """
+
+    def order(self, group: SequenceGroup) -> tuple[int, ...]:
+        return group.priority, group.arrival * TOKENS_PER_PLACE + group.max_tokens, group.arrival
+
+
+POLICIES: Mapping[str, type[FCFS]] = {"fcfs": FCFS, "shortest-first": ShortestFirst}
+
+
+def policy_of(setting: object) -> Policy:
+    """The policy that the setting `policy` names, or is.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if isinstance(setting, str) and setting in POLICIES:
+        return POLICIES[setting]()
+    if isinstance(setting, type) or not isinstance(setting, Policy):
+        raise ValueError(
+            f"policy must be one of {', '.join(POLICIES)}, or an object with the methods of hf_paged.Policy (order, "
+            f"spare, blocks, victim), got {setting!r:.80}"
+        )
+    return setting

@@ -84,9 +84,8 @@ class Preemption:
 
     def preempt_for(self, group: SequenceGroup, step: Step) -> bool:
         """Preempts one group so that another can run: an idle one, else the newest that is newer (if forced: any)."""
-        order = self._queues.policy.order
         victim = self._victim(
-            lambda other: other is not group and (step.forced or other.is_idle or order(other) > order(group))
+            lambda other: other is not group and (step.forced or other.is_idle or other.order > group.order)
         )
         if victim is None:
             return False

@@ -17,8 +17,7 @@ class Line:
         groups: They, by arrival.
     """
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
+    def __init__(self) -> None:
         self.groups: dict[int, SequenceGroup] = {}
         self._heap: list[tuple[tuple[int, ...], int]] = []  # orders and arrivals; what isn't in `groups` is skipped
 
@@ -28,7 +27,7 @@ class Line:
             self.groups.pop(group.arrival, None)
         elif group.arrival not in self.groups:
             self.groups[group.arrival] = group
-            heapq.heappush(self._heap, (self._policy.order(group), group.arrival))
+            heapq.heappush(self._heap, (group.order, group.arrival))
 
     @property
     def head(self) -> SequenceGroup | None:
@@ -36,7 +35,7 @@ class Line:
         while self._heap:
             order, arrival = self._heap[0]
             group = self.groups.get(arrival)
-            if group is not None and self._policy.order(group) == order:
+            if group is not None and group.order == order:
                 if group.has_work:
                     return group
                 del self.groups[arrival]  # the caller that waited for it has given up
@@ -60,14 +59,14 @@ class Queues:
     def __init__(self, manager: BlockManager, policy: Policy | None = None) -> None:
         """Queues sequences of the tables of `manager`; `policy`: `FCFS` by default."""
         self._manager = manager
-        self.policy: Policy = policy if policy is not None else FCFS(manager.pool.num_blocks)
+        self.policy: Policy = policy if policy is not None else FCFS()
         self._num_arrivals = 0
         self.live: dict[int, SequenceGroup] = {}
         self.resident: dict[int, SequenceGroup] = {}
         self.ready: dict[int, SequenceGroup] = {}
         self._ready_is_sorted = True
-        self.waiting = Line(self.policy)
-        self.swapped = Line(self.policy)
+        self.waiting = Line()
+        self.swapped = Line()
         self.in_flight: set[int] = set()
 
     @property
@@ -77,8 +76,8 @@ class Queues:
 
     @property
     def num_running(self) -> int:
-        """Sequences with keys and values in the pool."""
-        return sum(len(group.sequences) for group in self.resident.values())
+        """Sequences with keys and values in the pool that a call generates with: not those of a cache at rest."""
+        return sum(len(group.sequences) for group in self.resident.values() if not group.is_idle)
 
     @property
     def num_swapped(self) -> int:
@@ -115,14 +114,17 @@ class Queues:
         """Whether a step with this group is running."""
         return group.arrival in self.in_flight
 
-    def next_arrival(self) -> int:
+    def enter(self, group: SequenceGroup) -> SequenceGroup:
+        """Makes a group the newest. What the policy raises leaves all as it was, but for the numbers."""
         self._num_arrivals += 1
-        return self._num_arrivals
+        group.arrival = self._num_arrivals
+        group.order = self.policy.order(group)
+        return group
 
     def in_order(self) -> Iterable[tuple[int, SequenceGroup]]:
         """Those that are ready, in the policy's order; some may leave meanwhile."""
         if not self._ready_is_sorted:
-            self.ready = dict(sorted(self.ready.items(), key=lambda item: self.policy.order(item[1])))
+            self.ready = dict(sorted(self.ready.items(), key=lambda item: item[1].order))
             self._ready_is_sorted = True
         return list(self.ready.items())
 
@@ -132,7 +134,7 @@ class Queues:
             if group.arrival not in self.ready:
                 if self._ready_is_sorted and self.ready:
                     last = next(reversed(self.ready.values()))
-                    self._ready_is_sorted = self.policy.order(last) < self.policy.order(group)
+                    self._ready_is_sorted = last.order < group.order
                 self.ready[group.arrival] = group
         else:
             self.file(group)
@@ -141,7 +143,7 @@ class Queues:
         """Makes an old group the newest: another call begins over a cache that was kept."""
         for groups in (self.live, self.resident, self.ready, self.waiting.groups, self.swapped.groups):
             groups.pop(group.arrival, None)
-        group.arrival = self.next_arrival()
+        self.enter(group)
         self.live[group.arrival] = group
         self.file(group)
 

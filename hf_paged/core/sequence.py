@@ -196,6 +196,8 @@ class SequenceGroup:
         batch_key: Groups of different keys (autocast) don't share a step.
         owner: The call it belongs to: what fails when a step of it alone fails.
         request_id: The request it belongs to; `None`: a plain `generate()` call, or a kept `PagedCache`.
+        max_tokens: Tokens that each of its sequences may come to, prompt included; 0: not known.
+        order: Its key in all queues, which `Policy.order` made of what is above when the group was the newest.
     """
 
     arrival: int
@@ -208,11 +210,8 @@ class SequenceGroup:
     batch_key: Hashable = None
     owner: object = None
     request_id: str | None = None
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Sort key, first come first served within a priority."""
-        return self.priority, self.arrival
+    max_tokens: int = 0
+    order: tuple[int, ...] = ()
 
     @property
     def has_work(self) -> bool:

@@ -36,11 +36,17 @@ class Sequences:
         self._num_sequences = 0
 
     def new_group(
-        self, priority: int = 0, batch_key: Hashable = None, owner: object = None, request_id: str | None = None
+        self,
+        priority: int = 0,
+        batch_key: Hashable = None,
+        owner: object = None,
+        request_id: str | None = None,
+        max_tokens: int = 0,
     ) -> SequenceGroup:
         """An empty group, the newest."""
-        arrival = self.queues.next_arrival()
-        return SequenceGroup(arrival, priority, batch_key=batch_key, owner=owner, request_id=request_id)
+        group = SequenceGroup(0, priority, batch_key=batch_key, owner=owner, request_id=request_id)
+        group.max_tokens = max_tokens
+        return self.queues.enter(group)
 
     def new_sequence(self, group: SequenceGroup | None = None) -> Sequence:
         """An empty sequence, in a group of its own if none is given."""

@@ -78,19 +78,20 @@ class Calls:
         self._room = room
 
     @contextmanager
-    def decoding(self, cache: PagedCache, num_blocks: int = 0) -> Iterator[None]:
+    def decoding(self, cache: PagedCache, num_blocks: int = 0, max_tokens: int = 0) -> Iterator[None]:
         """Surrounds one of transformers' decoding loops over a cache, on the caller's thread.
 
         Args:
             num_blocks: What its rows need in the pool beside each other and can't give back before the end. The loop
                 begins when earlier ones leave so many.
+            max_tokens: Tokens that each row may come to; 0: not known.
         """
         loop = self._core.current_loop
         if loop is None:
             self._room.wait()  # a request has waited already, and others wait for its thread
             loop = DecodingLoop()
         outer, cache.loop = cache.loop, loop
-        loop.thread_id = threading.get_ident()
+        loop.thread_id, loop.max_tokens = threading.get_ident(), max_tokens
         try:
             with (
                 self._store.held(cache, loop),

@@ -192,6 +192,7 @@ class EngineCore:
             num_preemptions=scheduler.preemption.num_preemptions,
             num_swapped_out=scheduler.preemption.num_swapped_out,
             num_admission_stalls=scheduler.admission.num_stalls,
+            num_blocks_allocated=blocks.num_allocated,
             num_cow_copies=manager.num_cow_copies,
             prefix_cache_hit_tokens=manager.prefix.hit_tokens,
             prefix_cache_query_tokens=manager.prefix.query_tokens,

@@ -17,6 +17,7 @@ class DecodingLoop:
     """A decoding loop on a thread of its own, whose forwards come one after another.
 
     Attributes:
+        max_tokens: Tokens that each of its rows may come to, padding included; 0: not known.
         num_rows: Rows of its last forward.
         is_between_forwards: Processors, criteria and streamers run.
         is_cancelled: Its next forward raises `CallCancelledError`.
@@ -26,6 +27,7 @@ class DecodingLoop:
     def __init__(self, priority: int = 0, request_id: str | None = None) -> None:
         self.priority = priority
         self.request_id = request_id
+        self.max_tokens = 0
         self.cache: Any = None
         self.thread_id: int | None = None
         self.num_rows = 0

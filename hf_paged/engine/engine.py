@@ -297,7 +297,7 @@ class Engine(Lasting):
 
     @property
     def num_running(self) -> int:
-        """Sequences with keys and values in the pool."""
+        """Sequences with keys and values in the pool, but for those of a `PagedCache` at rest."""
         return self.core.num_running
 
     @property
@@ -410,7 +410,7 @@ class Engine(Lasting):
             self.core.release()
 
     @deferred_interrupt()
-    def warm_up(self) -> WarmUp:
+    def warm_up(self, touch: bool = False) -> WarmUp:
         """Compiles all kernels that serving launches and records the CUDA graphs, before the first request needs them.
 
         Takes the pool's memory. Requests that run wait meanwhile; pool, statistics, generators and prefix cache stay as
@@ -418,6 +418,10 @@ class Engine(Lasting):
         on another thread raises, and on torch 2.11 so does a draw from the default generator: a program that does
         either beside its first requests is to call this before. What is only seen under autocast, or of adapters and
         weights that come later, is compiled when it comes.
+
+        Args:
+            touch: Write to all of a pool in CPU memory, which otherwise costs memory only as far as blocks were used:
+                a machine that has too little then says so now.
 
         Returns:
             What was done, or why there are no graphs.
@@ -435,7 +439,7 @@ class Engine(Lasting):
         with core.transaction():
             core.weights_key()  # weights and code as they are now: what is recorded of others is recorded again
         runs_packed = self.traits.runs_packed and self.forwards.is_batched()
-        return warm_up(core.pool, core.bound, core.runner, core.worker.loop, runs_packed)
+        return warm_up(core.pool, core.bound, core.runner, core.worker.loop, runs_packed, touch)
 
     # Step by step
 

@@ -20,6 +20,7 @@ from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.core.config import DEFAULT_SWAP_SPACE_GIB, PagedConfig
 from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.event_log import EventLog
+from hf_paged.core.policy import policy_of
 from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import SequenceGroup
 from hf_paged.core.state_blocks import StateBlockManager
@@ -142,7 +143,7 @@ class KVPool:
                         takes_snapshots=self._model.traits.carries_state,
                     )
                 limits = config.max_num_batched_tokens, config.max_num_seqs
-                self._made = manager, Scheduler(manager, *limits, self._prefers_swap)
+                self._made = manager, Scheduler(manager, *limits, self._prefers_swap, policy_of(config.policy))
                 self.is_made = True  # last: other threads look without the lock
             return self._made
 
@@ -290,8 +291,8 @@ class KVPool:
             lost = self.scheduler.preemption.preempt_all()
             if lost:
                 raise ValueError(
-                    f"{lost} sequence(s) of live PagedCache objects can't be computed again from token ids; "
-                    "reset() or drop those caches first"
+                    f"{lost} sequence(s) of running requests or live PagedCache objects can't be computed again from "
+                    "token ids: wait for the requests, and reset() or drop the caches first"
                 )
             self.manager.prefix.reset()
             self.drop()

@@ -37,6 +37,7 @@ class PreparedCall:
         watch: What stands in for the model in a beam search.
         device: Where the caller has its tensors.
         num_blocks: What its rows need in the pool beside each other, and can't give back before the end.
+        max_tokens: Tokens that a row of transformers' loop may come to, padding included.
     """
 
     input_ids: Tensor
@@ -52,6 +53,7 @@ class PreparedCall:
     run: Callable[[PreparedCall, Any], Any] | None = None
     watch: BeamSearchLoop | None = None
     num_blocks: int = 0
+    max_tokens: int = 0
     device: torch.device = field(init=False)
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,18 +48,29 @@ def one_prompt(input_ids: Any, model: Any) -> Tensor:
     else:
         is_list = isinstance(input_ids, Sequence) and not isinstance(input_ids, str | bytes | bytearray | memoryview)
         if not is_list or any(isinstance(i, bool) or not isinstance(i, int | np.integer) for i in input_ids):
+            remedy = "tokenize it first, as tokenizer(text).input_ids" if isinstance(input_ids, str) else ""
+            if isinstance(input_ids, Mapping) and "input_ids" in input_ids:
+                remedy = "give its input_ids"
             raise ValueError(
-                f"a prompt is a list of integer token ids or a tensor, got {input_ids!r:.80}; a batch or text goes "
-                "through a tokenizer and engine.generate(list of prompts)"
+                f"a prompt is a list of integer token ids or a tensor, got {input_ids!r:.80}; "
+                + (remedy or "several prompts go to engine.generate(list of prompts)")
             )
         prompt = list(input_ids)
     if len(prompt) == 0:
         raise ValueError("the prompt is empty: give at least one token")
-    vocab_size, low, high = model.get_input_embeddings().num_embeddings, min(prompt), max(prompt)
+    check_ids(min(prompt), max(prompt), model)
+    return torch.as_tensor(prompt, dtype=torch.int64, device="cpu")[None]
+
+
+def check_ids(low: int, high: int, model: Any) -> None:
+    """Raises `ValueError` if the lowest or the highest id of a prompt has no embedding."""
+    vocab_size = getattr(model.get_input_embeddings(), "num_embeddings", high + 1)
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high
-        raise ValueError(f"token id {bad} is outside the model's vocabulary of {vocab_size}")
-    return torch.as_tensor(prompt, dtype=torch.int64, device="cpu")[None]
+        raise ValueError(
+            f"token id {bad} is outside the model's vocabulary of {vocab_size}: is the tokenizer another model's, or "
+            "were tokens added to it without model.resize_token_embeddings()?"
+        )
 
 
 def check_arguments(arguments: dict[str, Any], priority: Any, cache_salt: Any) -> None:

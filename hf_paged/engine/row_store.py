@@ -43,16 +43,18 @@ class RowStore(ModelLayers):
     def new_sequence(self) -> Sequence:
         """An empty sequence in a group of its own. The pool's lock is held, as in the next two."""
         loop, scheduler = self._core.current_loop, self._core.scheduler
-        group = scheduler.new_group(loop.priority, request_id=loop.request_id) if loop else None
+        if loop is None:
+            return scheduler.new_sequence()
+        group = scheduler.new_group(loop.priority, request_id=loop.request_id, max_tokens=loop.max_tokens)
         return scheduler.new_sequence(group)
 
     def fork_sequence(self, sequence: Sequence, apart: bool = False) -> Sequence:
         """Makes a sequence equal to this one that shares all its blocks; `apart`: it is scheduled and preempted by
         itself.
         """
-        scheduler = self._core.scheduler
-        is_apart = apart and sequence.group.status != "swapped"
-        return scheduler.fork(sequence, scheduler.new_group() if is_apart else None)
+        scheduler, group = self._core.scheduler, sequence.group
+        is_apart = apart and group.status != "swapped"
+        return scheduler.fork(sequence, scheduler.new_group(max_tokens=group.max_tokens) if is_apart else None)
 
     def free_sequences(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
@@ -104,6 +106,7 @@ class RowStore(ModelLayers):
     def _begin(self, sequences: list[Sequence], loop: DecodingLoop | None) -> None:
         for group in {sequence.group.arrival: sequence.group for sequence in sequences}.values():
             if group.is_idle:
+                group.max_tokens = 0 if loop is None else loop.max_tokens
                 self._core.scheduler.queues.renew(group)
             group.is_idle = False
             group.request_id = None if loop is None else loop.request_id

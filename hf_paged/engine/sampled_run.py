@@ -106,8 +106,10 @@ def new_sequences(
     """
     found: list[tuple[int, Sequence]] = []
     salt = () if (salt := call_context().cache_salt) is None else (salt,)
-    for row in range(0, len(call.input_ids), call.num_samples):
-        group = pool.scheduler.new_group(call.priority, batch_key, owner, call.request_id)
+    places = range(0, len(call.input_ids), call.num_samples)
+    sizes = [max(len(call.prompts[row]), (call.ends.max_length or 0) - call.padding[row]) for row in places]
+    groups = [pool.scheduler.new_group(call.priority, batch_key, owner, call.request_id, size) for size in sizes]
+    for row, group in zip(places, groups, strict=True):
         sequence = pool.scheduler.new_sequence(group)
         given = None if call.given is None else call.given[row // call.num_samples]
         sequence.token_ids = [*(call.prompts[row] if given is None else given.token_ids)]

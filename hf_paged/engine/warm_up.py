@@ -42,7 +42,9 @@ class WarmUp:
     no_graphs: str | None
 
 
-def warm_up(pool: KVPool, model: BoundModel, runner: ModelRunner, loop: StepLoop, runs_packed: bool) -> WarmUp:
+def warm_up(
+    pool: KVPool, model: BoundModel, runner: ModelRunner, loop: StepLoop, runs_packed: bool, touch: bool
+) -> WarmUp:
     """Runs steps of no sequence's and records the graphs; what runs otherwise waits meanwhile.
 
     Tables, queues, counters and generators are not touched. All tokens are in the null block, which holds zeros
@@ -50,6 +52,7 @@ def warm_up(pool: KVPool, model: BoundModel, runner: ModelRunner, loop: StepLoop
 
     Args:
         runs_packed: Whether steps run over the pool: nothing is prepared for a model that doesn't.
+        touch: See `Engine.warm_up`.
 
     Raises:
         RuntimeError: This thread is inside a step (in a hook of the model).
@@ -61,6 +64,8 @@ def warm_up(pool: KVPool, model: BoundModel, runner: ModelRunner, loop: StepLoop
     with loop.exclusive(), without_modes():
         attention = pool.attention
         kv_cache, device = attention.kv_cache, attention.kv_cache.device
+        if touch:
+            kv_cache.touch()
         with among_steps(device), torch.autocast(device.type, enabled=False):
             with _counting(attention) as kernels, kv_cache.lent_null_block():
                 if runs_packed:

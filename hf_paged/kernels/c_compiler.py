@@ -62,7 +62,8 @@ def library(
     except subprocess.CalledProcessError as error:
         reason = f"does not compile here: {(error.stderr or '').strip()[:300]}"
     except (OSError, ValueError, AttributeError, subprocess.TimeoutExpired) as error:
-        reason = f"can't be compiled here ({type(error).__name__}: {error})"
+        why = str(error) if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}"
+        reason = f"can't be compiled here ({why})"
     if not _warn_once.cache_info().currsize:
         _warn_once(source.name, reason)
     raise CompileError(reason)
@@ -124,9 +125,13 @@ def _compile(source: Path, compiler: list[str], flags: tuple[str, ...], folder: 
             [*compiler, *flags, "-c", str(source), "-o", str(compiled)],
             [*compiler, "-shared", str(compiled), "-o", str(linked), "-lm"],
         ):
-            subprocess.run(
-                arguments, check=True, capture_output=True, text=True, errors="replace", timeout=COMPILE_SECONDS
-            )
+            try:
+                subprocess.run(
+                    arguments, check=True, capture_output=True, text=True, errors="replace", timeout=COMPILE_SECONDS
+                )
+            except FileNotFoundError as error:
+                remedy = "install gcc or clang, or name one in CC"
+                raise FileNotFoundError(f"there is no C compiler {compiler[0]!r}: {remedy}") from error
         linked.chmod(0o700)
         path = folder / f"{source.stem}-{key}-{_digest(linked.read_bytes())}.so"
         os.replace(linked, path)  # whole at any moment, also while others compile

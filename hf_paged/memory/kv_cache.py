@@ -18,6 +18,7 @@ from hf_paged.kernels.transfers import ToHost, to_device
 from hf_paged.memory.state_cache import StateCache, StateLayout
 from hf_paged.memory.swap_space import SwapSpace
 
+PAGE_BYTES = 4096  # of the system's memory, or a part of a page
 BOOKKEEPING = 160  # bytes of a block's entry in a `BlockPool`
 
 
@@ -227,6 +228,12 @@ class KVCache:
             yield
         finally:
             elements(self.tensor[self.null_block]).zero_()
+
+    def touch(self) -> None:
+        """Has the system give all of its memory now: on CPU it gives a page when the page is first written to."""
+        if self.tensor.is_cpu:
+            pages = self.tensor.view(torch.uint8).view(-1)[::PAGE_BYTES]
+            pages.copy_(pages.clone())  # the same bytes: what blocks hold stays
 
     def zero_blocks(self, blocks: Sequence[int]) -> None:
         elements(self.tensor).index_fill_(0, to_device(list(blocks), self.tensor.device), 0)

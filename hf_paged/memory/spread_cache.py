@@ -123,6 +123,10 @@ class SpreadKVCache(KVCache):
                 stack.enter_context(part.lent_null_block())
             yield
 
+    def touch(self) -> None:
+        for part in self.parts:
+            part.touch()
+
     def zero_blocks(self, blocks: Sequence[int]) -> None:
         for part in self.parts:
             part.zero_blocks(blocks)

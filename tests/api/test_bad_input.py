@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from transformers import (
 import hf_paged
 from helpers.models import BOS, EOS, PAD, VOCAB, build, name_of, ragged_batch, random_ids
 from helpers.pairs import MakePair, Pair, assert_same_cache, logged_messages, new_cache
-from helpers.user_code import USER_CODE, Boom, Fuse, FusedProcessor
+from helpers.user_code import USER_CODE, Boom, Fuse, FusedProcessor, NextToken
 from hf_paged import PagedCache, PagedConfig
 
 
@@ -125,6 +126,25 @@ def test_ids_that_are_no_integers(pair: Pair, dtype: torch.dtype, arguments: dic
         pair.paged.generate(ids, max_new_tokens=4, **arguments)
     with raises_and_recovers(pair, ValueError, f"input_ids must be integers .*{dtype}"):
         pair.paged(ids, past_key_values=PagedCache(pair.paged))
+
+
+@pytest.mark.parametrize("bad", [-1, 5000])
+@pytest.mark.parametrize("arguments", [{}, {"num_beams": 2}, {"logits_processor": [NextToken()]}], ids=name_of)
+def test_ids_outside_the_vocabulary(pair: Pair, bad: int, arguments: dict[str, Any]) -> None:
+    ids = random_ids(2, 4)
+    ids[1, 2] = bad
+    with raises_and_recovers(pair, ValueError, f"token id {bad} is outside the model's vocabulary of"):
+        pair.paged.generate(ids, max_new_tokens=4, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [("some/model", "load it first"), (SimpleNamespace(model=torch.nn.Linear(2, 2)), "give the model inside")],
+)
+def test_what_is_no_model(given: Any, remedy: str) -> None:
+    with pytest.raises(ValueError, match=f"expected a Hugging Face model, got .*{remedy}"):
+        hf_paged.patch(given)
+    assert not hf_paged.is_supported(given)
 
 
 BAD_GENERATION: list[tuple[dict[str, Any], str]] = [

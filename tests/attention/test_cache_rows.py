@@ -64,7 +64,7 @@ def test_operations_become_one_change(pair: Pair, reader: str, monkeypatch: pyte
         assert num_forks == (reader != "forward"), "rows 2 and 3 are equal"
         found = pair.paged(more, past_key_values=cache).logits
     torch.testing.assert_close(found[:4], expected[:4])
-    assert not found[4].any() and num_forks == 1 and pair.engine.stats().num_running == 4
+    assert not found[4].any() and num_forks == 1
     del cache
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hf_paged.core.config import ENV_PREFIX, PagedConfig
+from hf_paged.core.policy import FCFS
 
 NAMES = [field.name for field in fields(PagedConfig)]
 
@@ -49,7 +50,8 @@ VALID: list[tuple[str, Any]] = [
     *(("memory_fraction", value) for value in (1, 1.0, 1e-6)),
     ("max_num_seqs", 1),
     ("max_num_batched_tokens", 1),
-    ("max_waiting", None),
+    *((name, None) for name in ("max_waiting", "max_branches")),
+    *(("policy", value) for value in ("fcfs", "shortest-first", FCFS())),
     ("enable_prefix_caching", False),
     *(("preemption", value) for value in ("auto", "recompute")),
     ("swap_space_gib", None),
@@ -65,7 +67,8 @@ INVALID: list[tuple[str, Any]] = [
     *(("block_size", value) for value in (*POSITIVE, None, 2**24 + 1)),
     *(("num_blocks", value) for value in POSITIVE),
     *((name, value) for name in ("max_num_seqs", "max_num_batched_tokens") for value in (*POSITIVE, None)),
-    *(("max_waiting", value) for value in POSITIVE),
+    *((name, value) for name in ("max_waiting", "max_branches") for value in POSITIVE),
+    *(("policy", value) for value in ("sjf", None, FCFS, object())),
     *(("memory_fraction", value) for value in (0, 0.0, -0.1, 1.01, 25, float("nan"), float("inf"), "0.5", True, None)),
     *((name, v) for name in ("enable_prefix_caching", "strict", "compile_decode", "warm_up") for v in BOOLEAN),
     *(("rank_timeout", value) for value in (0, -1.0, float("inf"), float("nan"), True, "1")),

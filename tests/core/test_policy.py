@@ -21,12 +21,11 @@ class Contiguous(FCFS):
     """A sequence has a run of blocks of its own for the longest that any may get; without one it waits."""
 
     def __init__(self, manager: BlockManager, longest: int) -> None:
-        super().__init__(manager.pool.num_blocks)
         self.manager, self.length = manager, -(-longest // manager.block_size)
         self.runs: dict[int, range] = {}
         self.num_refused = 0
 
-    def spare(self, group: SequenceGroup, is_alone: bool, is_forced: bool) -> int | None:
+    def spare(self, group: SequenceGroup, num_blocks: int, is_alone: bool, is_forced: bool) -> int | None:
         if len(self._free_runs()) >= len(group.sequences):
             return 0
         self.num_refused += 1
@@ -96,7 +95,7 @@ def test_the_order_is_the_policys(
     order: Callable[[SequenceGroup], tuple[int, ...]] | None, expected: list[int]
 ) -> None:
     manager = BlockManager(16, 2)
-    policy = FCFS(16)
+    policy = FCFS()
     if order is not None:
         policy.order = order  # type: ignore[method-assign]
     scheduler = Scheduler(manager, 100, 1, policy=policy)
@@ -115,13 +114,13 @@ def test_a_policy_that_says_not_now_is_asked_in_every_step() -> None:
     asked = 0
 
     class Later(FCFS):
-        def spare(self, group: SequenceGroup, is_alone: bool, is_forced: bool) -> int | None:
+        def spare(self, group: SequenceGroup, num_blocks: int, is_alone: bool, is_forced: bool) -> int | None:
             nonlocal asked
             asked += not is_alone
             return 0 if is_alone or asked == 3 else None
 
     manager = BlockManager(16, 2)
-    scheduler = Scheduler(manager, 100, 8, policy=Later(16))
+    scheduler = Scheduler(manager, 100, 8, policy=Later())
     first, _ = prompt(scheduler), prompt(scheduler)
     rows = []
     for _ in range(3):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -93,6 +94,8 @@ BAD_PROMPTS: dict[str, tuple[Any, str]] = {
     "floats": ([1.0, 2.0], r"integer token ids.*1\.0"),
     "float_tensor": (torch.ones(3), "integer token ids.*float32"),
     "complex_tensor": (torch.ones(3, dtype=torch.complex128), "integer token ids.*complex128"),
+    "text": ("a text", "got 'a text'; tokenize it first"),
+    "encoding": (tiny_tokenizer()("hello"), "give its input_ids"),
     "bools": ([True, False], "integer token ids.*True"),
     "bool_tensor": (torch.ones(3, dtype=torch.bool), "integer token ids.*bool"),
     "beyond": ([5, VOCAB], f"{VOCAB} is outside the model's vocabulary of {VOCAB}"),
@@ -377,6 +380,76 @@ def test_priorities(make_pair: MakePair, arguments: dict[str, Any]) -> None:
     for request in requests:
         request.result(PATIENCE)
     assert ended == ["first", "urgent", "b", "d", "a", "c"]
+
+
+class NewestFirst(hf_paged.FCFS):
+    def order(self, group: Any) -> tuple[int, ...]:
+        return (-group.arrival,)
+
+
+# A prompt of 560 tokens is overtaken by those of two places behind it, and by no more.
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ("fcfs", ["first", "long", "a", "b", "c", "d"]),
+        ("shortest-first", ["first", "a", "b", "long", "c", "d"]),
+        (NewestFirst(), ["first", "d", "c", "b", "a", "long"]),
+    ],
+    ids=["fcfs", "shortest-first", "own"],
+)
+def test_policies(make_pair: MakePair, policy: str | hf_paged.Policy, expected: list[str]) -> None:
+    pair = make_pair(max_num_seqs=1, policy=policy)
+    brake = Brake(pair)
+    prompts = {"first": [5, 6], "long": random_ids(1, 56)[0].tolist() * 10} | {name: [7, 8] for name in "abcd"}
+    ended: list[str] = []
+    with brake.at() as reached:
+        requests = []
+        for name, prompt in prompts.items():
+            requests.append(pair.engine.submit(prompt, max_new_tokens=2, request_id=name))
+            requests[-1].on_done(lambda name=name: ended.append(name))
+            if name == "first":
+                reached()
+    for request, prompt in zip(requests, prompts.values()):
+        stock = pair.stock.generate(torch.tensor([prompt]), max_new_tokens=2)
+        assert request.result(PATIENCE).token_ids == stock[0, len(prompt) :].tolist()
+    assert ended == expected
+
+
+@pytest.mark.parametrize("method", ["order", "spare"])
+def test_a_policy_that_raises(make_pair: MakePair, method: str) -> None:
+    """Its key is asked for at the call, which fails alone; what it decides in a step concerns all."""
+    policy = NewestFirst()
+    pair = make_pair(policy=policy)
+    brake = Brake(pair)
+    with brake.at() as reached:
+        running = pair.engine.submit([5, 6], max_new_tokens=4)
+        reached()
+        setattr(policy, method, Mock(side_effect=Boom))
+        if method == "order":
+            with pytest.raises(Boom):
+                pair.engine.submit([7, 8], max_new_tokens=4)
+            waiting = []
+        else:
+            waiting = [pair.engine.submit([7, 8], max_new_tokens=4), running]
+    for request in waiting:
+        with pytest.raises(Boom):
+            request.result(PATIENCE)
+    delattr(policy, method)
+    if not waiting:
+        assert len(running.result(PATIENCE).token_ids) == 4
+    assert len(pair.engine.submit([7, 8], max_new_tokens=4).result(PATIENCE).token_ids) == 4
+    pair.engine.check_invariants()
+
+
+def test_a_limit_of_branches(make_pair: MakePair) -> None:
+    pair = make_pair(max_branches=3)
+    for arguments in ({"num_beams": 4}, {"do_sample": True, "num_return_sequences": 4}):
+        name, value = list(arguments.items())[-1]
+        with pytest.raises(ValueError, match=f"{name}={value} is above max_branches, which is 3 here"):
+            pair.engine.submit([5, 6], max_new_tokens=2, **arguments)
+        with pytest.raises(ValueError, match="max_branches"):
+            pair.paged.generate(random_ids(1, 6), max_new_tokens=2, **arguments)
+    pair.generate(input_ids=random_ids(1, 6), max_new_tokens=2, num_beams=3)
 
 
 def test_a_full_queue(make_pair: MakePair) -> None:

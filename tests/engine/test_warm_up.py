@@ -7,6 +7,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -30,6 +31,23 @@ def test_on_cpu(backend: str) -> None:
     assert not model.paged.core.kv_cache.tensor.any(), "the null block is zeros again"
     ids = random_ids(2, 9)
     assert torch.equal(model.generate(ids, max_new_tokens=5), build("llama").generate(ids, max_new_tokens=5))
+
+
+def test_memory_that_is_touched() -> None:
+    """On CPU a pool costs what was written of it, unless asked for."""
+    model = hf_paged.patch(build("llama"), num_blocks=2**15)
+    cache = hf_paged.PagedCache(model)
+    ids = random_ids(1, 9)
+    expected = model.generate(ids, past_key_values=cache, max_new_tokens=3)
+    size = model.paged.bytes_per_block * 2**15
+    assert size >= 64 << 20
+    sizes = [psutil.Process().memory_info().rss]
+    for touch in (False, True):
+        model.paged.warm_up(touch)
+        sizes.append(psutil.Process().memory_info().rss)
+    assert sizes[1] - sizes[0] < size / 2 < 0.9 * size < sizes[2] - sizes[1]
+    again = model.generate(expected, past_key_values=cache, max_new_tokens=3)
+    assert torch.equal(again, build("llama").generate(expected, max_new_tokens=3))
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "llama"])

@@ -682,7 +682,7 @@ class World:
                     assert is_swapped == {True}, "a swapped group is not swapped as a whole"
                 case SequenceStatus.RUNNING:
                     assert is_swapped <= {False}, "a running group is partly swapped"
-                    resident += len(group.sequences)
+                    resident += 0 if group.is_idle else len(group.sequences)
         assert self.scheduler.queues.num_running == resident
         assert self.scheduler.queues.num_waiting + self.scheduler.queues.num_swapped <= len(self.rows)
         assert self.scheduler.queues.in_flight == {row.sequence.group.arrival for row in self.in_flight}

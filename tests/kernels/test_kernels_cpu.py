@@ -672,7 +672,7 @@ def compiler(folder: Path, script: bytes) -> str:
 
 
 BROKEN: dict[str, tuple[bytes | None, str]] = {
-    "none": (None, "FileNotFoundError.*nonexistent"),
+    "none": (None, "there is no C compiler '/nonexistent/cc': install gcc or clang, or name one in CC"),
     "errors": (b"echo no such instruction >&2; exit 1\n", "does not compile here: no such instruction"),
     "errors in another encoding": (
         b"printf 'Schl\\344gt fehl' >&2; exit 1\n",

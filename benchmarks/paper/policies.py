@@ -170,18 +170,10 @@ class Static(Reserved):
 
 
 class ShortestFirst(FCFS):
-    """The request of the fewest tokens, prompt and output, comes first, were its length known."""
-
-    def __init__(self, num_blocks: int, lengths: Lengths) -> None:
-        super().__init__(num_blocks)
-        self._lengths = lengths
-        self._known: dict[int, int] = {}
+    """The request of the fewest tokens, prompt and output, comes first, were its length known; long ones may starve."""
 
     def order(self, group: SequenceGroup) -> tuple[int, ...]:
-        # Known once and for all: an order must not change while its sequences end.
-        if group.arrival not in self._known and group.sequences:
-            self._known[group.arrival] = sum(self._lengths(group.sequences[0].seq_id))
-        return group.priority, self._known.get(group.arrival, 0), group.arrival
+        return group.priority, group.max_tokens, group.arrival
 
 
 @dataclass(frozen=True)
@@ -239,7 +231,7 @@ FIRST_FIT = System("Oracle, first fit", "#8aa9c8", _reserved(Reserved, exact, Fi
 SHORTEST = System(
     "hf_paged, shortest first",
     "#5fb49c",
-    lambda manager, lengths, context: ShortestFirst(manager.pool.num_blocks, lengths),
+    lambda manager, lengths, context: ShortestFirst(),
     shares=True,
 )
 CAPPED = tuple(

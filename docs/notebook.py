@@ -1,6 +1,6 @@
 """Writes docs/tutorial.ipynb: the tutorial as a notebook.
 
-    python docs/notebook.py
+python docs/notebook.py
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from typing import Any
 from workload import draw_requests
 
 from paper import policies
-from paper.costs import A100, LLAMA_PAPER, MODERN, OPT_13B, PAPER, Roofline, Setup
+from paper.costs import A100, LLAMA_PAPER, MODERN, OPT_13B, PAPER, SMALL, Roofline, Setup
 from paper.policies import System
 from paper.simulator import Settings, rounded, run
 
@@ -229,6 +229,17 @@ def _prefix(tokens: int, shots: str) -> Sweep:
     return Sweep(f"{shots}, prefix of {tokens} tokens", "translation", curves, 40, 1.2, settings, LLAMA_PAPER)
 
 
+def _rivals(title: str, setup: Setup, start: float) -> Sweep:
+    starts = (
+        (policies.PAGED, start),
+        (policies.FIRST_FIT, start),
+        (policies.LIMITED, start / 2),
+        (policies.STATIC, start / 20),
+        (policies.HF, start / 20),
+    )
+    return Sweep(title, "sharegpt", tuple(Curve(*pair) for pair in starts), 300, setup=setup)
+
+
 SWEEPS: dict[str, tuple[Sweep, ...]] = {
     "figure_12": (
         Sweep("ShareGPT lengths", "sharegpt", (*_orca(1.0), Curve(policies.STATIC, 0.05)), 600, 1.25),
@@ -250,6 +261,10 @@ SWEEPS: dict[str, tuple[Sweep, ...]] = {
             120,
             1.5,
         ),
+    ),
+    "more_rivals": (
+        _rivals("LLaMA-13B on an A100", LLAMA_PAPER, 1.0),
+        _rivals("LLaMA-7B on an A10G", SMALL, 0.8),
     ),
     "more_h100": (
         Sweep(

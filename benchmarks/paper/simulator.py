@@ -228,7 +228,8 @@ class Simulation:
             self.padded = longest
             return Work(prompt=rows * longest, kv=rows * longest, pairs=rows * longest * (longest + 1) // 2)
         self.padded += 1
-        return Work(decodes=rows, kv=rows * self.padded)
+        copied = rows * self.padded if self.system.copies_cache else 0
+        return Work(decodes=rows, kv=rows * self.padded, copied=copied)
 
     def _copied(self, work: Work, batch: Batch) -> Work:
         """Without sharing a prompt is computed once and copied, and so is the output of a beam that another takes."""

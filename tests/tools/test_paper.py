@@ -20,7 +20,8 @@ from paper.policies import Buddy, FirstFit
 from workload import Request
 
 SMALL = costs.Setup(costs.PAPER.costs, 1600, 256)
-EVERYTHING = (*policies.SYSTEMS, policies.FIRST_FIT, policies.SHORTEST, *policies.CAPPED)
+OTHERS = (policies.FIRST_FIT, policies.HF, policies.LIMITED, policies.SHORTEST)
+EVERYTHING = (*policies.SYSTEMS, *OTHERS, *policies.CAPPED)
 
 
 class Watched(simulator.Simulation):

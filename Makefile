@@ -35,7 +35,7 @@ NOT_CORE := $(wildcard tests/core/test_*.py tests/kernels/test_*.py tests/memory
 PY := $(VENV)/bin/python
 PIP_INSTALL = -m pip install $(if $(CI),--quiet) --disable-pip-version-check $(PIP_ARGS)
 QUICK := not slow and not gpu and not browser and not ci
-SOURCES := hf_paged tests examples docs readme_hook.py $(wildcard benchmarks demo)
+SOURCES := hf_paged tests examples $(wildcard docs/*.py) readme_hook.py $(wildcard benchmarks demo)
 RESULTS ?= benchmarks/results
 
 # Nothing here may reach for a model hub behind our back; `make run` may (ARGS="--model Qwen/Qwen3-0.6B").

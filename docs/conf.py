@@ -20,7 +20,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "docs/index"
 include_patterns = ["docs/*.md", "*.md", "examples/*.md", "benchmarks/**.md", "demo/README.md"]
 exclude_patterns = ["README.md"]  # docs/index.md is the site's
-# A link to a folder has no target here, and tables of results belong to no chapter. tests/tools/test_docs.py checks all links.
+# A link to a folder has no target here, and tables of results belong to no chapter. A test checks all links.
 suppress_warnings = ["myst.xref_missing", "toc.not_included"]
 
 myst_heading_anchors = 3

@@ -57,9 +57,9 @@ class SupportReport:
 
     @property
     def layout(self) -> str:
-        """How forwards run. "packed" is real tokens side by side, and attention straight over the pool; "padded" is rows
-        of one width, and the model's own attention over keys gathered from the pool; "alone" is the same, a call at a
-        time; under "stock" calls run stock `generate()`. Empty if not supported.
+        """How forwards run. "packed" is real tokens side by side, and attention straight over the pool; "padded" is
+        rows of one width, and the model's own attention over keys gathered from the pool; "alone" is the same, a call
+        at a time; under "stock" calls run stock `generate()`. Empty if not supported.
         """
         if self.traits is None:
             return ""

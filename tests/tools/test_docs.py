@@ -16,6 +16,7 @@ import torch
 from transformers import LogitsProcessor
 
 import hf_paged
+from examples import paged_from_scratch
 from helpers.models import TINY_LM, tiny_lm, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -84,9 +85,9 @@ def test_code(page: Path, language: str, code: str) -> None:
         hf_paged.patch(model)
     second = {"input_ids": torch.cat([said, inputs["input_ids"]], dim=1)}
     given = {
-        "hf_paged": hf_paged, "torch": torch, "Thread": Thread, "Any": Any, "BaseLLM": BaseLLM, "MyProcessor": MyProcessor,
-        "LLMResult": SimpleNamespace, "Generation": SimpleNamespace, "name": str(TINY_LM), "model": model,
-        "other_model": tiny_lm(), "tokenizer": tokenizer, "s": None, "inputs": inputs,
+        "hf_paged": hf_paged, "torch": torch, "Thread": Thread, "Any": Any, "BaseLLM": BaseLLM,
+        "MyProcessor": MyProcessor, "LLMResult": SimpleNamespace, "Generation": SimpleNamespace,
+        "name": str(TINY_LM), "model": model, "other_model": tiny_lm(), "tokenizer": tokenizer, "s": None, "inputs": inputs,
         "ids": inputs["input_ids"][0].tolist(), "first_turn": inputs,
         "with_second_turn": second, "batch": encode("The old king of", "The door"),
         "thousands_of_prompts": [[1, 5, 6], [1, 7]], "hundreds_of_prompts": ["The old king of", "The door"],
@@ -106,6 +107,13 @@ def test_the_tutorial(capsys: pytest.CaptureFixture[str]) -> None:
             assert capsys.readouterr().out.strip() == shown.strip(), "".join(cell["source"])
 
 
+def test_the_steps_from_scratch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["paged_from_scratch.py"])
+    paged_from_scratch.main()
+    shown = next(code for kind, code in BLOCK.findall((ROOT / "docs/from_scratch.md").read_text()) if kind == "text")
+    assert capsys.readouterr().out.startswith(shown)
+
+
 def test_the_reference_has_every_public_name() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
     names = {*hf_paged.__all__, *hf_paged.server.__all__} - {"__version__", "testing"}
@@ -113,10 +121,9 @@ def test_the_reference_has_every_public_name() -> None:
 
 
 def test_names_of_files_and_what_they_define() -> None:
-    """Would break: a file, class, function or test that the mapping of the paper names and that has moved."""
-    found = re.findall(
-        r"`((?:hf_paged|benchmarks|tests)/[\w/]+\.\w+)`((?:,? `[\w.]+`)*)", (ROOT / "docs/paper.md").read_text()
-    )
+    """Would break: a file, class, function or test that a page names and that has moved."""
+    pages = "".join((ROOT / "docs" / name).read_text() for name in ("paper.md", "from_scratch.md"))
+    found = re.findall(r"`((?:hf_paged|benchmarks|tests)/[\w/]+\.\w+)`((?:,? `[\w.]+`)*)", pages)
     assert len(found) > 60
     for path, names in found:
         text = (ROOT / path).read_text()

@@ -211,6 +211,10 @@ paper-full: $(VENV)/.installed-bench ## the same with an hour of arrivals a poin
 kernel-table: $(VENV)/.installed-dev ## what every specialisation of the kernels takes on five GPUs; half an hour, needs none of them
 	PYTHONPATH=. $(PY) benchmarks/compile_kernels.py --table --out $(RESULTS) $(ARGS)
 
+.PHONY: server-fields
+server-fields: $(VENV)/.installed-dev ## write docs/server_fields.md anew: which fields of requests are honoured
+	$(PY) -c 'from hf_paged.server.fields import page; print(page(), end="")' > docs/server_fields.md
+
 # Which specialisations of the kernels serving launches: found by a soak in minutes, written to a file that is reviewed.
 .PHONY: kernel-census
 kernel-census: $(VENV)/.installed-dev ## write benchmarks/kernel_census.jsonl anew: all that serving launches on a GPU

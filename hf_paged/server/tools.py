@@ -29,7 +29,7 @@ def grammar_of(body: ChatRequest) -> str:
         head = json.dumps('{"name": ' + json.dumps(tool.function.name) + ', "arguments": ')
         rules.append(f'call{number}: {head} args{number} "}}"\nargs{number}: %json {json.dumps(schema)}')
         calls.append(f"call{number}")
-    more = ' ("," call)*' if body.parallel_tool_calls else ""
+    more = ' ("," call)*' if body.may_call_more else ""
     return f'start: "[" call{more} "]"\ncall: {" | ".join(calls)}\n' + "\n".join(rules)
 
 

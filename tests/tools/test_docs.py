@@ -87,7 +87,8 @@ def test_code(page: Path, language: str, code: str) -> None:
     given = {
         "hf_paged": hf_paged, "torch": torch, "Thread": Thread, "Any": Any, "BaseLLM": BaseLLM,
         "MyProcessor": MyProcessor, "LLMResult": SimpleNamespace, "Generation": SimpleNamespace,
-        "name": str(TINY_LM), "model": model, "other_model": tiny_lm(), "tokenizer": tokenizer, "s": None, "inputs": inputs,
+        "name": str(TINY_LM), "model": model, "other_model": tiny_lm(), "tokenizer": tokenizer, "s": None,
+        "inputs": inputs,
         "ids": inputs["input_ids"][0].tolist(), "first_turn": inputs,
         "with_second_turn": second, "batch": encode("The old king of", "The door"),
         "thousands_of_prompts": [[1, 5, 6], [1, 7]], "hundreds_of_prompts": ["The old king of", "The door"],

@@ -35,7 +35,7 @@ NOT_CORE := $(wildcard tests/core/test_*.py tests/kernels/test_*.py tests/memory
 PY := $(VENV)/bin/python
 PIP_INSTALL = -m pip install $(if $(CI),--quiet) --disable-pip-version-check $(PIP_ARGS)
 QUICK := not slow and not gpu and not browser and not ci
-SOURCES := hf_paged tests examples readme_hook.py $(wildcard benchmarks demo)
+SOURCES := hf_paged tests examples $(wildcard docs/*.py) readme_hook.py $(wildcard benchmarks demo)
 RESULTS ?= benchmarks/results
 
 # Nothing here may reach for a model hub behind our back; `make run` may (ARGS="--model Qwen/Qwen3-0.6B").
@@ -70,6 +70,10 @@ $(VENV)/.installed-bench: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/.installed-demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PY) $(PIP_INSTALL) -c constraints.txt -e '.[demo]'
 	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-docs: pyproject.toml constraints.txt | $(VENV)/.installed-dev
+	$(PY) $(PIP_INSTALL) -c constraints.txt -e '.[docs]'
+	@touch $@
 
 $(VENV_OLD)/.installed-test: pyproject.toml constraints-5.17.txt | $(VENV_OLD)/bin/python
 	@echo "installing hf_paged with its tests and transformers 5.17 into $(VENV_OLD) (once)"
@@ -179,6 +183,11 @@ format: $(VENV)/.installed-dev ## let ruff format the code and fix what it can
 	$(VENV)/bin/ruff check --fix-only --quiet $(SOURCES)
 	$(VENV)/bin/ruff format $(SOURCES)
 
+.PHONY: docs
+docs: $(VENV)/.installed-docs ## the site, into build/docs; warnings are errors
+	$(PY) docs/notebook.py
+	$(OFFLINE) $(PY) -m sphinx -q -W --keep-going -c docs -d build/doctrees . build/docs
+
 # train_tiny_lm.py makes the embedded model anew: three quarters of an hour, not a demonstration. Ray is an extra.
 .PHONY: examples
 examples: $(VENV)/.installed-dev ## run every example
@@ -201,6 +210,10 @@ paper-full: $(VENV)/.installed-bench ## the same with an hour of arrivals a poin
 .PHONY: kernel-table
 kernel-table: $(VENV)/.installed-dev ## what every specialisation of the kernels takes on five GPUs; half an hour, needs none of them
 	PYTHONPATH=. $(PY) benchmarks/compile_kernels.py --table --out $(RESULTS) $(ARGS)
+
+.PHONY: server-fields
+server-fields: $(VENV)/.installed-dev ## write docs/server_fields.md anew: which fields of requests are honoured
+	$(PY) -c 'from hf_paged.server.fields import page; print(page(), end="")' > docs/server_fields.md
 
 # Which specialisations of the kernels serving launches: found by a soak in minutes, written to a file that is reviewed.
 .PHONY: kernel-census

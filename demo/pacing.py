@@ -21,7 +21,7 @@ class Pacer:
     """How fast the engine's steps follow each other.
 
     A small model is done before a person has seen anything. In slow motion the engine is paused, and a thread here has
-    it run one step at a time, so many a second. The same, without the slowness, where somebody wants to see each step.
+    it run one step at a time, so many a second. The thread also runs the steps while a listener is to see each of them.
     """
 
     def __init__(self, engine: Callable[[], hf_paged.Engine], look: Callable[[int], dict[str, Any]]) -> None:
@@ -101,13 +101,12 @@ class Pacer:
         with self._lock:
             self._is_closed = True
             self.is_paused, self.steps_per_second = False, FULL_SPEED
-            self._listeners.clear()
             self._apply()
         self._woken.set()
 
     @property
     def _runs_here(self) -> bool:
-        return bool(self.steps_per_second or self._listeners)
+        return not self._is_closed and bool(self.steps_per_second or self._listeners)
 
     def _step(self) -> dict[str, Any] | None:
         event = self._engine().step()
@@ -135,7 +134,7 @@ class Pacer:
         due = time.monotonic()
         while True:
             with self._lock:
-                if self._is_closed or not self._runs_here:
+                if not self._runs_here:
                     self._thread = None
                     return
                 has_stepped = not self.is_paused and self._step() is not None

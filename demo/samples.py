@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hf_paged import Request
+
 from .beams import BeamTree
 from .generation import Sampling
 from .hub import Hub, Ticket, cancel
@@ -109,7 +111,7 @@ async def _run(
         await asyncio.to_thread(hub.pacer.leave, steps.append)
     view.see(steps)
     output = ticket.request.result(0)
-    if view.tree is not None:
+    if view.tree is not None and output.finish_reason != "cancelled":
         await _score(hub, prompt_ids, view.tree, output.sequences)
     yield view.finished(output)
 
@@ -118,12 +120,16 @@ async def _score(hub: Hub, prompt_ids: list[int], tree: BeamTree, returned: list
     """Asks the engine how likely the tokens of a finished search are: it keeps no scores of beams on the host."""
     tree.add(returned)
     branches = tree.branches()
-    requests = [
-        hub.engine.submit_score(
-            [*prompt_ids, *path], first=len(prompt_ids) + shared, request_id=f"{tree.label}-score-{number}"
-        )
-        for number, (path, shared) in enumerate(branches)
-    ]
+
+    def submit() -> list[Request]:
+        return [
+            hub.engine.submit_score(
+                [*prompt_ids, *path], first=len(prompt_ids) + shared, request_id=f"{tree.label}-score-{number}"
+            )
+            for number, (path, shared) in enumerate(branches, start=1)
+        ]
+
+    requests = await asyncio.to_thread(submit)
     hub.pacer.wake()
     outputs = await asyncio.gather(*requests)
     tree.score(branches, ([token.logprob for token in output.prompt_logprobs or []] for output in outputs))

@@ -23,13 +23,10 @@ MAX_MESSAGE = 1000  # characters: compilers quote what they were given
 def bad_grammar(body: SamplingBody, message: str) -> ApiError:
     """What a compiler or matcher says of the field that a text was to follow."""
     wanted, own = body.structured_outputs, body.response_format
-    tools = body.callable_tools if isinstance(body, ChatRequest) else []
-    line = LINE.match(message)  # of `grammar_of`, which has two for each that may be called, behind two of its own
-    number = (int(line[1]) - 3) // 2 if line and wanted is None else -1
-    if 0 <= number < len(tools):
-        field = f"tools.{body.tools.index(tools[number])}.function.parameters"
-    elif wanted is not None:
+    if wanted is not None:
         field = f"structured_outputs.{next(iter(wanted.model_fields_set)).rstrip('_')}"
+    elif isinstance(body, ChatRequest) and (number := _tool(body, message)) is not None:
+        field = f"tools.{number}.function.parameters"
     elif body.json_format is None or (isinstance(body, ChatRequest) and body.is_forced):
         field = "tools"
     else:
@@ -37,6 +34,13 @@ def bad_grammar(body: SamplingBody, message: str) -> ApiError:
     if "NoExtensionBias" in message:
         message = "it allows no text at all"
     return bad_field(field, message.removesuffix("<non-verbose/>").strip()[:MAX_MESSAGE])
+
+
+def _tool(body: ChatRequest, message: str) -> int | None:
+    """The number of the tool that a compiler's message is about, if it is about one."""
+    line, tools = LINE.match(message), body.callable_tools
+    number = (int(line[1]) - 3) // 2 if line else -1  # `grammar_of` has two lines for each, behind two of its own
+    return body.tools.index(tools[number]) if 0 <= number < len(tools) else None
 
 
 class Formats:
@@ -94,9 +98,9 @@ class Formats:
 
     def _compiled(self, body: SamplingBody) -> Grammar | None:
         wanted, compiler, tokenizer = body.structured_outputs, self._compiler, self._arguments[0]
-        may_call = isinstance(body, ChatRequest) and wanted is None and bool(body.offered_tools)
-        if may_call and (body.is_forced or not has_schema(tokenizer)):  # which alone knows what calls look like
-            return compiler.lark(grammar_of(body, tokenizer))
+        chat = body if isinstance(body, ChatRequest) and body.offered_tools and wanted is None else None
+        if chat is not None and (chat.is_forced or not has_schema(tokenizer)):  # which alone knows how calls look
+            return compiler.lark(grammar_of(chat, tokenizer))
         if body.json_format is not None:
             return compiler.json_schema(body.json_format)
         if wanted is None:

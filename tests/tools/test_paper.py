@@ -158,3 +158,16 @@ def test_switches_say_what_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(panel["curves"]) >= 2
         for points in panel["curves"].values():
             assert all(point["value"] > 0 and point["normalized_latency"] > 0 for point in points)
+
+
+def test_the_memory_of_a_13b_model() -> None:
+    """The table of docs/paper.md, by the config that the simulation has."""
+    page = (Path(__file__).parents[2] / "docs" / "paper.md").read_text()
+    model, slots, card = costs.OPT_13B, costs.PAPER.num_slots, 40e9
+    token, request, cache = model.kv_bytes, model.kv_bytes * costs.PAPER.context, model.kv_bytes * slots
+    rows = {
+        f"{2 * 13} GB, {2 * 13e9 / card:.0%}", f"{token:,} bytes, {token // 1024} KB", f"{request / 2**30:.1f} GB",
+        f"{slots:,} tokens", f"{cache / 2**30:.0f} GB, {cache / 2**30 * 1e9 / card:.0%}", "5 %",
+    }  # fmt: skip
+    assert all(row.replace("%", " %").replace("  ", " ") in page for row in rows)
+    assert cache // request == 7 and slots // (32 * 16) == 30

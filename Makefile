@@ -137,6 +137,18 @@ BROWSER_TESTS := $(shell grep -l mark.browser tests/*/test_*.py)
 test-browser: $(VENV)/.installed-dev ## the demo in a real browser, which has to be installed
 	$(TEST_ENV) $(PY) -m pytest -m browser $(PYTEST_ARGS) $(if $(filter-out tests,$(T)),$(T),$(BROWSER_TESTS))
 
+# Needs Node and Firefox (Debian's npm and firefox-esr). What npm brings lies beside the environments, not in the tree.
+FIREFOX ?= $(shell command -v firefox-esr || command -v firefox)
+PUPPETEER := .venv-puppeteer
+.PHONY: test-firefox
+test-firefox: $(VENV)/.installed-dev ## the demo in Firefox: a smoke test by hand, which needs npm and firefox-esr
+	@[ -n "$(FIREFOX)" ] || { echo "there is no Firefox here: install the package firefox-esr"; exit 1; }
+	@[ -d $(PUPPETEER) ] || npm install --silent --no-audit --no-fund --prefix $(PUPPETEER) puppeteer-core@24.43.1
+	@$(TEST_ENV) $(PY) -m demo --port 7899 --speed 60 --no-welcome & demo=$$!; trap "kill $$demo" EXIT; \
+	    until $(PY) -c 'import socket; socket.create_connection(("127.0.0.1", 7899))' 2>/dev/null; do \
+	        kill -0 $$demo && sleep 0.5; done; \
+	    node tests/demo/firefox_smoke.mjs http://127.0.0.1:7899 $(abspath $(PUPPETEER)) $(FIREFOX)
+
 # The kernels in C with gcc's sanitizers in them: an access out of bounds, or what C does not define, ends the run with a
 # report. Tests of the compiler itself, and of the last bit of what it makes, are about another build.
 SANITIZED_TESTS := tests/kernels/test_hostile_shapes.py tests/kernels/test_kernels_cpu.py \
@@ -199,6 +211,10 @@ paper-full: $(VENV)/.installed-bench ## the same with an hour of arrivals a poin
 kernel-table: $(VENV)/.installed-dev ## what every specialisation of the kernels takes on five GPUs; half an hour, needs none of them
 	PYTHONPATH=. $(PY) benchmarks/compile_kernels.py --table --out $(RESULTS) $(ARGS)
 
+.PHONY: server-fields
+server-fields: $(VENV)/.installed-dev ## write docs/server_fields.md anew: which fields of requests are honoured
+	$(PY) -c 'from hf_paged.server.fields import page; print(page(), end="")' > docs/server_fields.md
+
 # Which specialisations of the kernels serving launches: found by a soak in minutes, written to a file that is reviewed.
 .PHONY: kernel-census
 kernel-census: $(VENV)/.installed-dev ## write benchmarks/kernel_census.jsonl anew: all that serving launches on a GPU
@@ -251,7 +267,7 @@ clean: ## remove what the tools leave behind (not the environments)
 
 .PHONY: distclean
 distclean: clean ## clean, and remove the environments
-	rm -rf $(VENV) $(VENV_OLD) .venv-triton-* .venv-torch-*
+	rm -rf $(VENV) $(VENV_OLD) .venv-triton-* .venv-torch-* $(PUPPETEER)
 
 .PHONY: help
 help: ## this list

@@ -8,11 +8,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from demo.generation import Sampling
-from demo.hub import Hub, Ticket, cancel, find_group
-from demo.limits import RefusedError
-from demo.prompts import render
-from demo.streams import TextStream, decode_reply, in_batches, in_thread
+from .generation import Sampling
+from .hub import Hub, Ticket, cancel, find_group
+from .limits import RefusedError
+from .prompts import render
+from .streams import TextStream, decode_reply, in_batches, in_thread
 
 SHOW_SECONDS = 0.05  # at least, between two pieces of a reply on the way to the browser
 MOST_UPDATES = 60  # a second, of all replies together: each is some milliseconds' work

@@ -11,16 +11,16 @@ from typing import Any
 
 import gradio as gr
 
-from demo.chat import as_json, reply
-from demo.compare import memory_maps
-from demo.generation import Sampling
-from demo.hub import Hub
-from demo.limits import RefusedError, check_number, check_whole_number
-from demo.pages.step import queue_requests, take_steps
-from demo.pressure import burst
-from demo.prompts import check_messages
-from demo.samples import beams, samples
-from demo.told import raised
+from .chat import as_json, reply
+from .compare import memory_maps
+from .generation import Sampling
+from .hub import Hub
+from .limits import RefusedError, check_number, check_whole_number
+from .pages.step import queue_requests, take_steps
+from .pressure import burst
+from .prompts import check_messages
+from .samples import beams, samples
+from .told import raised
 
 
 def add_endpoints(hub: Hub) -> None:

@@ -11,26 +11,29 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
 
-from demo.sentences import describe_event
+from .sentences import describe_event
 
 STATIC = Path(__file__).parent / "static"
 MAX_EVENTS = 300  # sent at once; the browser picks those it hasn't shown
 MAX_STEPS = 60  # among the events: the most frequent kind, and the least telling
+MAX_HAPPENED = 40  # events of one step
 MAX_LABEL = 60  # characters
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 # ---------------------------------------------------------------------------------------------------------- components
 
 
-def PoolView(**kwargs: Any) -> gr.HTML:
-    """Every block a cell. Its value is made by `pool_value`."""
-    return _view("pool", ["cells.js", "grid.js", "pool.js"], kwargs)
+def PoolView(past: Callable[[int], dict[str, Any] | None], **kwargs: Any) -> gr.HTML:
+    """Every block a cell, and a scrubber over the last steps. Its value is made by `pool_value`; the browser calls
+    `past` for the `past_value` after a step.
+    """
+    return _view("pool", ["cells.js", "grid.js", "pool.js"], {"server_functions": [past]} | kwargs)
 
 
 def BlockTables(**kwargs: Any) -> gr.HTML:
@@ -69,12 +72,13 @@ def _view(name: str, scripts: Sequence[str], kwargs: Mapping[str, Any]) -> gr.HT
 # -------------------------------------------------------------------------------------------------------------- values
 
 
-def pool_value(snapshot: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
+def pool_value(snapshot: Mapping[str, Any], names: Mapping[int, str], steps: Sequence[int] = ()) -> dict[str, Any]:
     """What `PoolView` draws.
 
     Args:
         snapshot: `engine.snapshot()`.
         names: What to call each sequence group, by id.
+        steps: Those that can be gone back to, oldest first.
 
     Returns:
         Sizes; `refs`: a character a block, "." free, "," free and cached, the ref count in base 36, "+" for more;
@@ -88,6 +92,7 @@ def pool_value(snapshot: Mapping[str, Any], names: Mapping[int, str]) -> dict[st
         "bytes_per_block": snapshot.get("bytes_per_block", 0),
         "num_steps": snapshot.get("num_steps", 0),
         "is_paused": snapshot.get("is_paused", False),
+        "steps": encode_blocks(steps),
         "refs": "".join(map(_ref_character, snapshot["blocks"])),
         "hashes": _encode_hashes(snapshot.get("hashes", [])),
         "groups": _dump(
@@ -108,6 +113,16 @@ def pool_value(snapshot: Mapping[str, Any], names: Mapping[int, str]) -> dict[st
             for group in snapshot["groups"]
         ),
     }
+
+
+def past_value(snapshot: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
+    """What `PoolView` draws of a step that is over: the pool after it, and what happened, a sentence an event."""
+    sentences = [
+        describe_event(event, names.get(event.get("group", -1), ""))
+        for event in snapshot["events"]
+        if event["kind"] != "step"
+    ]
+    return pool_value(snapshot, names) | {"happened": [clean_text(each, 200) for each in sentences[:MAX_HAPPENED]]}
 
 
 def tables_value(snapshot: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
@@ -167,8 +182,8 @@ def beam_tree_value(nodes: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """What `BeamTree` draws: nodes as `[id, parent, token, score, step, rank]`.
 
     Args:
-        nodes: Of each hypothesis `id`, `parent` (an id or `None`), `token` (text), `score` (sum of log-probabilities),
-            `step`, and `rank` (from 1, of a returned beam's last token; else `None`).
+        nodes: Of each hypothesis `id`, `parent` (an id or `None`), `token` (text), `score` (sum of log-probabilities;
+            `None`: not known yet), `step`, and `rank` (from 1, of a returned beam's last token; else `None`).
 
     Raises:
         ValueError: A parent doesn't exist, or an id exists twice.
@@ -257,5 +272,5 @@ def _label(group: int, names: Mapping[int, str], request_id: str | None) -> str:
     return clean_text(names.get(group) or request_id or f"request {group}")
 
 
-def _finite(score: float) -> float | None:
-    return float(score) if math.isfinite(score) else None
+def _finite(score: float | None) -> float | None:
+    return float(score) if score is not None and math.isfinite(score) else None

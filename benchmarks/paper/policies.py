@@ -245,21 +245,17 @@ def limited(prompt: int, output: int, context: int) -> int:
 
 PAGED = System("hf_paged", "#0b6e4f", lambda manager, lengths, context: FCFS(), shares=True)
 ORACLE = System("Orca (Oracle)", "#4c78a8", _reserved(Reserved, exact, Buddy))
-POW2 = System(
-    "Orca (Pow2)",
-    "#e0913a",
-    _reserved(Reserved, power_of_two, Buddy),
-)
+POW2 = System("Orca (Pow2)", "#e0913a", _reserved(Reserved, power_of_two, Buddy))
 MAX = System("Orca (Max)", "#c44e52", _reserved(Reserved, whole_context, Buddy))
 STATIC = System("FasterTransformer", "#7b5ea7", _reserved(Static, whole_context, Buddy), is_static=True)
 HF = System(
-    "transformers, static batches",
+    "transformers",
     "#b07aa1",
     lambda manager, lengths, context: Padded(manager, FirstFit(manager.pool.num_blocks), lengths),
     is_static=True,
     copies_cache=True,
 )
-LIMITED = System("continuous, max_new_tokens reserved", "#9c755f", _reserved(Reserved, limited, FirstFit))
+LIMITED = System("max_new_tokens reserved", "#9c755f", _reserved(Reserved, limited, FirstFit))
 FIRST_FIT = System("Oracle, first fit", "#8aa9c8", _reserved(Reserved, exact, FirstFit))
 SHORTEST = System(
     "hf_paged, shortest first",

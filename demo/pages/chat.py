@@ -11,13 +11,13 @@ from typing import Any
 
 import gradio as gr
 
-from demo.chat import describe, reply
-from demo.generation import MAX_SEED, Sampling
-from demo.hub import Hub, cancel
-from demo.limits import RefusedError
-from demo.pages.viewer import quietly
-from demo.prompts import openings
-from demo.told import told
+from ..chat import describe, reply
+from ..generation import MAX_SEED, Sampling
+from ..hub import Hub, cancel
+from ..limits import RefusedError
+from ..prompts import openings
+from ..told import told
+from .viewer import quietly
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ FOLLOW = """() => requestAnimationFrame(() => {
 })"""
 
 
-def chat_page(hub: Hub) -> None:
-    """Builds the tab."""
+def chat_page(hub: Hub) -> gr.Textbox:
+    """Builds the tab, and returns the box in which a message is written."""
     loaded = hub.loaded
     hint = "Say something" if loaded.has_chat_template else "Begin a story"
     chatbot = gr.Chatbot(
@@ -104,6 +104,7 @@ def chat_page(hub: Hub) -> None:
     chatbot.undo(page.undo, [conversation, message], [chatbot, conversation, message], **quietly())
     chatbot.clear(page.clear, None, conversation, **quietly(queue=False))
     stop.click(page.stop, None, None, **quietly(queue=False))
+    return message
 
 
 def at_rest() -> list[Any]:

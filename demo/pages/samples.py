@@ -8,15 +8,15 @@ from typing import Any
 
 import gradio as gr
 
-from demo.generation import Sampling
-from demo.hub import Hub
-from demo.pages.chat import at_rest, seed_control
-from demo.pages.viewer import quietly
-from demo.panels import Cards, Notes, cards_value, notes_value
-from demo.prompts import embedded_prompts
-from demo.samples import Branches, beams, samples
-from demo.told import told
-from demo.views import BeamTree, beam_tree_value
+from ..generation import Sampling
+from ..hub import Hub
+from ..panels import Cards, Notes, cards_value, notes_value
+from ..prompts import embedded_prompts
+from ..samples import Branches, beams, samples
+from ..told import told
+from ..views import BeamTree, beam_tree_value
+from .chat import at_rest, seed_control
+from .viewer import quietly
 
 SAMPLES, BEAMS = "Samples", "Beams"
 EMPTY = "Run it: the sequences share the blocks of their prompt, and copy a block only when they write into it."

@@ -8,7 +8,7 @@ from typing import Any
 
 import gradio as gr
 
-from demo.hub import Hub, Picture
+from ..hub import Hub, Picture
 
 TICK_SECONDS = 0.25
 EVERYWHERE = ""  # as the tab of a viewer

@@ -10,20 +10,26 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.openapi.docs import get_redoc_html, get_swagger_ui_html
 from starlette.responses import JSONResponse, Response
 
 from hf_paged import Engine, patch
 from hf_paged.server import chat, completions, responses
+from hf_paged.server.description import DOCS, OPENAPI, body_of, describe, docs, openapi
 from hf_paged.server.errors import ApiError, add_handlers
 from hf_paged.server.logs import RequestLog
 from hf_paged.server.metrics import CONTENT_TYPE
 from hf_paged.server.pictures import limits_of
-from hf_paged.server.schemas import DetokenizeRequest, TokenizeRequest
+from hf_paged.server.schemas import Body, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from hf_paged.server.serving import Handler, Serving
 from hf_paged.server.settings import ServerSettings
 
-OPENAPI = "/openapi.json"
+BODIES: dict[str, type[Body]] = {
+    chat.PATH: ChatRequest,
+    completions.PATH: CompletionRequest,
+    responses.PATH: responses.ResponsesRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
 logger = logging.getLogger("hf_paged.server")
 
 
@@ -57,8 +63,7 @@ def create_app(
         yield
         serving.close()
 
-    # Its pages are among our routes: they want a key, too.
-    app = FastAPI(title="hf_paged", lifespan=lifespan, openapi_url=None)
+    app = FastAPI(title="hf_paged", lifespan=lifespan, openapi_url=None)  # the pages that describe it are our own
     app.state.serving = serving
     app.state.requests = serving.requests
     add_handlers(app)
@@ -75,15 +80,15 @@ def create_app(
         ("GET", "/v1/models/{name:path}", _model),
         ("POST", "/tokenize", _tokenize),
         ("POST", "/detokenize", _detokenize),
-        ("GET", OPENAPI, _openapi),
-        ("GET", "/docs", _docs),
-        ("GET", "/redoc", _redoc),
         ("GET", "/metrics", _metrics),
         ("GET", "/health", _health),
         ("GET", "/ready", _ready),
     ]
+    if settings.public_docs or not settings.api_keys:
+        routes += [("GET", OPENAPI, openapi), ("GET", DOCS, docs)]
     for method, path, handle in routes:
         _add(app, serving, method, path, handle)
+    describe(app, BODIES)
     return app
 
 
@@ -93,7 +98,10 @@ def _add(app: FastAPI, serving: Serving, method: str, path: str, handle: Handler
 
     limits = limits_of(serving.settings) if path in (chat.PATH, responses.PATH) else ""
     summary = (handle.__doc__ or "").split("\n")[0]
-    app.add_api_route(path, route, methods=[method], name=path, summary=summary, description=limits)
+    extra = body_of(BODIES[path]) if path in BODIES else None
+    app.add_api_route(
+        path, route, methods=[method], name=path, summary=summary, description=limits, openapi_extra=extra
+    )
 
 
 async def _models(serving: Serving, _request: Request) -> Any:
@@ -146,21 +154,6 @@ async def _detokenize(serving: Serving, request: Request) -> Any:
 async def _metrics(serving: Serving, _request: Request) -> Any:
     """For Prometheus."""
     return Response(await serving.in_thread(serving.metrics.text), media_type=CONTENT_TYPE)
-
-
-async def _openapi(_serving: Serving, request: Request) -> Any:
-    """What there is, for programs."""
-    return request.app.openapi() | {"servers": [{"url": request.scope.get("root_path") or "/"}]}
-
-
-async def _docs(_serving: Serving, request: Request) -> Any:
-    """What there is, to be tried."""
-    return get_swagger_ui_html(openapi_url=request.scope.get("root_path", "") + OPENAPI, title="hf_paged")
-
-
-async def _redoc(_serving: Serving, request: Request) -> Any:
-    """What there is, to be read."""
-    return get_redoc_html(openapi_url=request.scope.get("root_path", "") + OPENAPI, title="hf_paged")
 
 
 async def _health(_serving: Serving, _request: Request) -> Any:

@@ -19,14 +19,19 @@ PATH = "/v1/chat/completions"
 
 
 async def create(serving: Serving, request: Request) -> Any:
+    """Messages of an assistant."""
     body = await serving.body(request, ChatRequest)
+    generation = await start(serving, request, body)
+    return await serving.reply(request, body, generation, _Answer(serving, body, generation))
+
+
+async def start(serving: Serving, request: Request, body: ChatRequest) -> Generation:
+    """Queues a chat; see `Serving.start`."""
     if body.offered_tools and not body.is_forced and has_schema(serving.tokenizer):
         body.skip_special_tokens = False  # they are what calls are recognised by
     tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in body.offered_tools]
-    generation = await serving.start(
-        request, body, lambda: [serving.prompts.of_chat(body.messages, body.add_generation_prompt, tools or None)]
-    )
-    return await serving.reply(request, body, generation, _Answer(serving, body, generation))
+    given = body.messages, body.add_generation_prompt, tools or None, body.template_variables
+    return await serving.start(request, body, lambda: [serving.prompts.of_chat(*given)])
 
 
 def _reason(has_calls: bool, parser: Parser, reason: str) -> str:
@@ -50,7 +55,7 @@ class _Answer:
 
     def whole(self) -> dict[str, Any]:
         choices = (self._choice(text) for text in self._generation.texts)
-        whole = self._head | {"choices": choices, "usage": self._generation.usage}
+        whole: dict[str, Any] = self._head | {"choices": choices, "usage": self._generation.usage}
         wanted = self._body.prompt_logprobs
         if wanted is not None:
             whole["prompt_logprobs"] = self._serving.names.prompt(self._generation.prompt_logprobs(0), wanted)

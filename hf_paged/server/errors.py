@@ -84,7 +84,8 @@ def invalid_body(error: ValidationError, body: bytes) -> ApiError:
     """What pydantic says of a body: the first of the innermost things, and where it is."""
     found = error.errors(include_url=False, include_input=False, include_context=False)
     # Of what may be one of several, the one that was meant is the one that it got furthest in.
-    first = max(found, key=lambda each: len(each["loc"]))
+    unsupported = [each for each in found if each["type"] == "not_supported"]
+    first = max(unsupported or found, key=lambda each: len(each["loc"]))
     if first["type"] == "json_invalid":
         where = _where_it_broke(body, first["msg"])
         head = f"{where}: " if where else ""
@@ -93,6 +94,8 @@ def invalid_body(error: ValidationError, body: bytes) -> ApiError:
     where = _where(first, given)
     if first["type"] in ("extra_forbidden", "unknown_field"):
         return ApiError(400, f"{where:.200}: this server does not know that field", where[:200], "unknown_field")
+    if unsupported:
+        return ApiError(400, f"{where}: {first['msg'].partition(': ')[2]}", where, "not_supported")
     # Types that were tried there; one whose limits it doesn't keep was the right one.
     tried = [each for each in found if len(each["loc"]) == len(first["loc"]) and _where(each, given) == where]
     right = [each for each in tried if not each["type"].endswith(WRONG_TYPES)]
@@ -106,7 +109,7 @@ def _where(error: ErrorDetails, body: Any) -> str:
     last: tuple[int | str, ...] = ()
     if error["type"] == "missing":
         path, last = path[:-1], path[-1:]
-    elif error["type"] == "unknown_field":
+    elif error["type"] in ("unknown_field", "not_supported"):
         last = (error["msg"].partition(":")[0],)
     elif match := OWN_FIELD.match(error["msg"]):
         last = match.groups()

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic_core import from_json
+from transformers.utils.chat_template_utils import _get_template_variables
 
 from hf_paged.server.errors import ApiError, bad_field
 from hf_paged.server.pictures import Pictures, Pixels
 from hf_paged.server.schemas import CompletionRequest, ContentPart, Message
 from hf_paged.server.settings import ServerSettings
 
+OURS = {"messages", "tools", "add_generation_prompt"}  # variables of a template that other fields set
 # For models without a template of their own: what was said, line by line.
 PLAIN_TEMPLATE = """{{ bos_token or '' }}{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}
 {% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
@@ -62,6 +64,7 @@ class Prompts:
         own = own if sees else getattr(tokenizer, "chat_template", None)
         self.has_template = chat_template is not None or own is not None
         self._template = chat_template or (None if own is not None else PLAIN_TEMPLATE)
+        self._templates = self._template or own  # a template, or several by their names
 
     def of_completion(self, body: CompletionRequest) -> list[Prompt]:
         """The prompts of a completion: one, or several."""
@@ -82,9 +85,13 @@ class Prompts:
         return self._checked(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"], field)
 
     def of_chat(
-        self, messages: list[Message], add_generation_prompt: bool = True, tools: list[dict[str, Any]] | None = None
+        self,
+        messages: list[Message],
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        variables: dict[str, Any] | None = None,
     ) -> Prompt:
-        """A chat's tokens, through the template, and its pictures."""
+        """A chat's tokens, through the template with these variables, and its pictures."""
         if self._pictures is not None:
             self._pictures.check_number(
                 [
@@ -97,6 +104,7 @@ class Prompts:
             )
         chat = [self._plain(message, f"messages.{number}") for number, message in enumerate(messages)]
         given = {"tools": tools, "chat_template": self._template, "add_generation_prompt": add_generation_prompt}
+        given |= self._read(variables or {}, tools is not None)
         try:
             if self._pictures is not None:
                 token_ids, inputs, pixels = self._pictures.chat(chat, **given)
@@ -107,6 +115,17 @@ class Prompts:
         except Exception as error:  # whatever the template's author had in mind, a mark of a picture in what was said
             raise bad_field("messages", f"the model's chat template does not take them: {error}") from error
         return Prompt(self.of_text(text, "messages", add_special_tokens=False))
+
+    def _read(self, variables: dict[str, Any], has_tools: bool) -> dict[str, Any]:
+        """Those variables that the template reads; others would be settings of the tokenizer's or processor's."""
+        template = self._templates
+        if isinstance(template, dict):  # as transformers chooses
+            template = template["tool_use" if has_tools and "tool_use" in template else "default"]
+        known = _get_template_variables(template) - OURS if variables else ()
+        for name in variables:
+            if name not in known and name != "reasoning_effort":
+                raise bad_field(f"chat_template_kwargs.{name:.100}", "the model's chat template does not read it")
+        return {name: value for name, value in variables.items() if name in known}
 
     def text_of(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
         token_ids = self._checked(token_ids, "tokens", may_be_empty=True)

@@ -1,11 +1,15 @@
-"""The fields of requests. The server refuses unknown fields by name; `null` means that a field is absent."""
+"""The fields of requests, as `fields` says what becomes of each; `null` means that a field is absent."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
+
+from hf_paged.server import fields
+from hf_paged.server.fields import HONOURED, Table
 
 MAX_TOP_LOGPROBS = 20
 MAX_MESSAGES = 2048
@@ -36,36 +40,62 @@ Temperature = Annotated[float, Field(ge=0, le=2), AfterValidator(_usable)]
 
 
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Effort = Annotated[str, Field(max_length=64)]
+TemplateKwargs = Annotated[dict[str, Any], BeforeValidator(not_many)]
+
+
+def _describe(schema: dict[str, Any], kind: type[Body]) -> None:
+    """Adds to a JSON schema what its fields do, and those without effect."""
+    known = schema.get("properties", {})
+    schema["properties"] = {}
+    for name, rule in kind.rules.items():
+        if rule.is_ever_taken:
+            own = schema["properties"][name] = known.pop(name, {})
+            own |= {"description": rule.sentence} if rule.sentence else {}
+            own |= {} if rule.values is None else {"enum": list(rule.values)}
+    schema["properties"] |= known
 
 
 class Body(BaseModel):
-    """A request, or a part of one."""
+    """A request, or a part of one.
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+    Attributes:
+        rules: What becomes of fields; those that aren't here are honoured.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True, json_schema_extra=_describe
+    )
+    rules: ClassVar[Table] = {}
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
+    def _honoured(cls, given: Any) -> Any:
+        """What is left to be honoured."""
         if type(given) is not dict:
             return given
-        if len(given) > len(cls.model_fields):  # each field that isn't known would be an error of its own
-            known = {field.alias or name for name, field in cls.model_fields.items()}
+        for name, rule in cls.rules.items():
+            if given.get(name) is not None and not rule.takes(given[name]):
+                raise PydanticCustomError("not_supported", "{name}: {why}", {"name": name, "why": rule.refusal})
+        dropped = {name for name, rule in cls.rules.items() if rule.fate != HONOURED}
+        if len(given) > len(cls.model_fields) + len(dropped):  # each unknown field would be an error of its own
+            known = dropped.union(cls.names())
             unknown = next(name for name in given if name not in known)
             raise PydanticCustomError("unknown_field", "{name}: it is not known", {"name": unknown})
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: value for name, value in given.items() if value is not None and name not in dropped}
+
+    @classmethod
+    def names(cls) -> Iterator[str]:
+        """Of the fields that are honoured, as requests call them."""
+        return (field.alias or name for name, field in cls.model_fields.items())
 
 
 class StreamOptions(Body):
-    """What a stream is to say besides text.
+    """What a stream is to say besides text."""
 
-    Attributes:
-        include_usage: A last event says how many tokens there were.
-        continuous_usage_stats: Each event says how many there are.
-    """
-
+    rules = fields.STREAM_OPTIONS
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: Literal[False] = False
 
 
 class JsonSchema(Body):
@@ -111,20 +141,7 @@ class StructuredOutputs(Body):
 
 
 class SamplingBody(Body):
-    """What all requests for text have in common; below the second line, extensions of OpenAI's fields.
-
-    Attributes:
-        min_tokens: Tokens before any end; stop strings are looked for behind their text.
-        ignore_eos: Go on behind an end of text.
-        stop_token_ids: Tokens that end a text as its end of text does.
-        num_beams: A beam search of so many, whose results come at its end.
-        length_penalty: Of a beam search.
-        priority: The lower, the earlier.
-        cache_salt: Cached prefixes are shared with requests of the same salt only.
-        skip_special_tokens: Leave special tokens out of the text.
-        structured_outputs: What the text is to follow.
-        prompt_logprobs: Say of each token of the prompt how likely it was, and so many of the likeliest in its place.
-    """
+    """What all requests for text have in common; below the empty line, extensions of OpenAI's fields."""
 
     model: str | None = None
     stream: bool = False
@@ -202,6 +219,12 @@ class SamplingBody(Body):
         """Texts to be generated for each prompt."""
         return self.n
 
+    @property
+    def branches_field(self) -> str:
+        """What says how many samples or beams a prompt has."""
+        asked = {"num_beams": self.num_beams, "best_of": getattr(self, "best_of", None) or 0, "n": self.n}
+        return max(asked, key=lambda name: asked[name])
+
     @model_validator(mode="after")
     def _check(self) -> SamplingBody:
         if self.stream_options is not None and not self.stream:
@@ -235,13 +258,9 @@ def _few_prompts(given: Any) -> Any:
 
 
 class CompletionRequest(SamplingBody):
-    """The body of `/v1/completions`.
+    """The body of `/v1/completions`."""
 
-    Attributes:
-        max_tokens: 0 only to have the prompt's log-probabilities.
-        best_of: Generate so many texts, and return the `n` likeliest by mean log-probability of their tokens.
-    """
-
+    rules = fields.COMPLETION
     prompt: Annotated[str | Many[TokenId] | Many[str] | Many[Many[TokenId]], BeforeValidator(_few_prompts)]
     max_tokens: int = Field(16, ge=0)
     best_of: int | None = Field(None, ge=1, le=128)
@@ -302,8 +321,9 @@ class CompletionRequest(SamplingBody):
 class ImageUrl(Body):
     """A picture, as a data URL."""
 
+    rules = fields.PICTURE
     url: str
-    detail: Literal["auto"] = "auto"
+    detail: str = "auto"
 
 
 class ContentPart(Body):
@@ -314,10 +334,11 @@ class ContentPart(Body):
         detail: beside it how closely to look.
     """
 
-    type: Literal["text", "input_text", "output_text", "image_url", "input_image"]
+    rules = fields.PART
+    type: str
     text: str | None = None
     image_url: ImageUrl | str | None = None
-    detail: Literal["auto"] | None = None
+    detail: str | None = None
 
     @property
     def picture(self) -> str | None:
@@ -355,6 +376,7 @@ class ToolCall(Body):
 class Message(Body):
     """One message of a chat."""
 
+    rules = fields.MESSAGE
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Some[ContentPart] | None = None
     name: str | None = None
@@ -387,6 +409,7 @@ class Function(Body):
         parameters: A JSON schema of its arguments, an object.
     """
 
+    rules = fields.FUNCTION
     name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -402,7 +425,8 @@ class Function(Body):
 class Tool(Body):
     """What a model may use."""
 
-    type: Literal["function"]
+    rules = fields.TOOL
+    type: str
     function: Function
 
 
@@ -415,18 +439,15 @@ class FunctionName(Body):
 class ToolChoice(Body):
     """The function that is to be called."""
 
-    type: Literal["function"]
+    rules = fields.TOOL
+    type: str
     function: FunctionName
 
 
 class ChatRequest(SamplingBody):
-    """The body of `/v1/chat/completions`.
+    """The body of `/v1/chat/completions`."""
 
-    Attributes:
-        max_tokens: The older name of `max_completion_tokens`.
-        add_generation_prompt: End the prompt where the assistant's message begins.
-    """
-
+    rules = fields.CHAT
     messages: Many[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -436,7 +457,8 @@ class ChatRequest(SamplingBody):
     tools: Many[Tool] = Field(default_factory=list, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | ToolChoice = "auto"
     parallel_tool_calls: bool = True
-    store: Literal[False] = False
+    chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
+    reasoning_effort: Effort | None = None
 
     @property
     def num_characters(self) -> int:
@@ -451,6 +473,17 @@ class ChatRequest(SamplingBody):
     def is_forced(self) -> bool:
         """Whether its messages are calls, whatever the model would rather say."""
         return self.tool_choice not in ("none", "auto")
+
+    @property
+    def may_call_more(self) -> bool:
+        """Whether several calls may be made: a function that is named is called once."""
+        return self.parallel_tool_calls and not isinstance(self.tool_choice, ToolChoice)
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template is given besides messages and tools."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return effort | self.chat_template_kwargs
 
     @property
     def callable_tools(self) -> list[Tool]:
@@ -481,10 +514,6 @@ class ChatRequest(SamplingBody):
         if self.is_forced and not self.callable_tools:
             problem = "there is no such tool among tools" if self.tools else "it forces a call, and there are no tools"
             raise ValueError(f"tool_choice: {problem}")
-        if self.is_forced and super().is_structured:
-            raise ValueError("response_format: not beside a tool_choice that forces calls")
-        if not self.is_forced and any(tool.function.strict for tool in self.offered_tools):
-            raise ValueError("tools: strict only where tool_choice forces calls; others are read from the text")
         if len({tool.function.name for tool in self.tools}) < len(self.tools):
             raise ValueError("tools: two of them have one name")
         if self.top_logprobs is not None and not self.logprobs:
@@ -497,6 +526,7 @@ class ChatRequest(SamplingBody):
 class TokenizeRequest(Body):
     """The body of `/tokenize`: a text, or a chat."""
 
+    rules = fields.TOKENIZE
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[Many[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
@@ -513,5 +543,6 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     """The body of `/detokenize`."""
 
+    rules = fields.DETOKENIZE
     model: str | None = None
     tokens: Annotated[Many[TokenId], Field(max_length=1 << 17)]

@@ -25,7 +25,7 @@ from hf_paged.server.prompts import Prompt, Prompts
 from hf_paged.server.replies import ClientGoneError, event_stream, json_answer, unless_gone
 from hf_paged.server.requests import RequestTable
 from hf_paged.server.schemas import SamplingBody
-from hf_paged.server.settings import ServerSettings
+from hf_paged.server.settings import ServerSettings, name_of
 from hf_paged.server.sizes import most_tokens
 from hf_paged.server.wakeups import Wakeups
 
@@ -42,7 +42,7 @@ NEUTRAL = {
     "no_repeat_ngram_size": 0,
     "num_return_sequences": 1,
 }
-WITHOUT_KEY = ("/health", "/ready")
+WITHOUT_KEY = ("/health", "/ready", "/docs", "/openapi.json")
 QUICK = 1 << 14  # characters of a request that are made token ids of in some milliseconds
 ERROR_SECONDS = 0.01  # before an error is told: a client that makes nothing else makes fewer of them
 CHARACTERS_PER_TOKEN = 32  # more than any text has on average
@@ -68,7 +68,9 @@ class Serving:
         self.tokenizer = tokenizer
         self.engine: Engine = model.paged
         self.settings = settings
-        self.model_name = settings.model_name or getattr(model.config, "name_or_path", "") or type(model).__name__
+        self.model_name = (
+            settings.model_name or name_of(getattr(model.config, "name_or_path", "")) or type(model).__name__
+        )
         self.created = int(time.time())
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
         self.prompts = Prompts(tokenizer, self.vocab_size, settings, processor, model, self._max_characters)
@@ -141,6 +143,11 @@ class Serving:
         """
         if body.priority and not self.settings.allow_priority:
             raise bad_field("priority", "this server takes none; it would with --allow-priority (`allow_priority`)")
+        branches, limit = max(body.num_beams, body.num_samples), self.engine.config.max_branches
+        if limit is not None and branches > limit:
+            raise bad_field(
+                body.branches_field, f"{branches} is above the limit of {limit} for a prompt (max_branches)"
+            )
         most, number = self.settings.max_waiting, body.num_prompts
         if number > most:
             raise bad_field("prompt", f"{number} are more than the {most} that may wait")

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+
+def name_of(path: str) -> str:
+    """What a model is called by default: its name, or that of its folder."""
+    folder = Path(path).expanduser()
+    return folder.resolve().name if path and folder.is_dir() else path
 
 
 @dataclass(frozen=True)
@@ -11,7 +18,7 @@ class ServerSettings:
     """Settings of a server.
 
     Attributes:
-        model_name: What requests call the model; `None`: its name or path.
+        model_name: What requests call the model; `None`: its name, or that of its folder.
         api_keys: One of them is to come with each request, but for `/health` and `/ready`; none: no key is needed.
         max_body_bytes: The largest body of a request.
         max_body_values: Values in a body, such as token ids; an object counts as 16 more, and each of its fields as 4.
@@ -33,6 +40,7 @@ class ServerSettings:
         chat_template: A Jinja template in place of the tokenizer's own.
         adapters: Adapters of a `PeftModel`, each a model of its own name; `model_name` is the model without them. The
             server switches them: nothing else is to use the model meanwhile.
+        public_docs: `/docs` and `/openapi.json` are there although keys are needed.
         cors_origins: Origins whose pages may call; none: no page of another origin may.
     """
 
@@ -55,6 +63,7 @@ class ServerSettings:
     allow_priority: bool = False
     chat_template: str | None = None
     adapters: Sequence[str] = ()
+    public_docs: bool = False
     cors_origins: Sequence[str] = ()
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from hf_paged import GrammarCompiler
-from hf_paged.server.schemas import ChatRequest
+from hf_paged.server.schemas import ChatRequest, Function
 from hf_paged.server.text import StopStrings
 
 Piece = dict[str, Any]  # what a delta of a message has: content, or tool_calls
@@ -25,12 +25,21 @@ def grammar_of(body: ChatRequest) -> str:
     """In Lark's syntax, a list of calls of the functions that may be called: at least one."""
     rules, calls = [], []
     for number, tool in enumerate(body.callable_tools):
-        schema = (tool.function.parameters or {"type": "object"}) | {"x-guidance": GrammarCompiler.COMPACT}
+        schema = _arguments(tool.function) | {"x-guidance": GrammarCompiler.COMPACT}
         head = json.dumps('{"name": ' + json.dumps(tool.function.name) + ', "arguments": ')
         rules.append(f'call{number}: {head} args{number} "}}"\nargs{number}: %json {json.dumps(schema)}')
         calls.append(f"call{number}")
-    more = ' ("," call)*' if body.parallel_tool_calls else ""
+    more = ' ("," call)*' if body.may_call_more else ""
     return f'start: "[" call{more} "]"\ncall: {" | ".join(calls)}\n' + "\n".join(rules)
+
+
+def _arguments(function: Function) -> dict[str, Any]:
+    """The schema of a call's arguments: the function takes no others, unless its own schema speaks of others.
+
+    Clients leave `additionalProperties` out, and a small model then adds properties until its limit cuts the call.
+    """
+    parameters = function.parameters or {"type": "object", "properties": {}}
+    return ({"additionalProperties": False} if "properties" in parameters else {}) | parameters
 
 
 class Parser:

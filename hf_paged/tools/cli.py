@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import random
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -37,7 +39,7 @@ from hf_paged.tools.report import RunReport, comparison_table, generated_lengths
 TINY_MODEL = Path(__file__).parents[1] / "assets" / "tiny_lm"
 TINY_PROMPTS = Path(__file__).parents[1] / "assets" / "prompts.jsonl"
 PROMPT_KEYS = ("prompt", "question", "turns", "text")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown"
@@ -97,7 +99,7 @@ def run(
     num_blocks: Annotated[
         int | None, typer.Option(min=1, help="Blocks in the pool; default: from free memory.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="One of float32, bfloat16, float16.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="One of auto (the checkpoint's), float32, bfloat16, float16.")] = "float32",
     device: Annotated[str, typer.Option(help="Such as cpu or cuda:0; default: cuda where there is one.")] = "",
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads; default: one for the embedded model, else torch's choice.")
@@ -120,6 +122,7 @@ def run(
         texts = texts[:limit] if in_order else random.Random(seed).sample(texts, min(limit, num_texts))
         place = _device(device)
         tokenizer, stock_model = _load(model, dtype, place)
+        dtype = str(stock_model.dtype).removeprefix("torch.")
         batches, num_cut = _make_batches(tokenizer, texts, batch_size, _prompt_room(stock_model, max_new_tokens), place)
     except ValueError as error:
         _fail(error)
@@ -348,7 +351,9 @@ def serve(
         list[str] | None,
         typer.Option(help="A key that requests must bring; may be given again.", envvar="HF_PAGED_API_KEY"),
     ] = None,
-    served_name: Annotated[str | None, typer.Option(help="What requests call the model; default: as given.")] = None,
+    served_name: Annotated[
+        str | None, typer.Option(help="What requests call the model; default: its name, or its folder's.")
+    ] = None,
     adapter: Annotated[
         list[str] | None,
         typer.Option(help="NAME=PATH, an adapter of PEFT's that is a model of that name; may be given again."),
@@ -380,7 +385,10 @@ def serve(
         Path | None, typer.Option(help="A file with a Jinja template, for the tokenizer's own.", exists=True)
     ] = None,
     cors_origin: Annotated[list[str] | None, typer.Option(help="An origin whose pages may call.")] = None,
-    dtype: Annotated[str, typer.Option(help="One of float32, bfloat16, float16.")] = "float32",
+    public_docs: Annotated[
+        bool, typer.Option("--public-docs", help="Show /docs and /openapi.json without a key; with keys they are off.")
+    ] = False,
+    dtype: Annotated[str, typer.Option(help="One of auto (the checkpoint's), float32, bfloat16, float16.")] = "auto",
     device: Annotated[str, typer.Option(help="Such as cpu or cuda:0; default: cuda where there is one.")] = "",
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads; default: one for the embedded model, else torch's choice.")
@@ -394,12 +402,12 @@ def serve(
     given: dict[str, Any] = {"block_size": block_size, "num_blocks": num_blocks, "max_num_seqs": max_num_seqs}
     try:
         from hf_paged.server.run import run_server  # with its extra
-        from hf_paged.server.settings import ServerSettings
+        from hf_paged.server.settings import ServerSettings, name_of
 
         adapters = _adapters(adapter or [])
         settings = ServerSettings(
             adapters=tuple(adapters),
-            model_name=served_name or ("tiny_lm" if is_embedded else model),
+            model_name=served_name or name_of(model),
             api_keys=tuple(api_key or ()),
             max_body_bytes=int(max_body_mib * (1 << 20)),
             max_prompt_tokens=max_prompt_tokens,
@@ -411,6 +419,7 @@ def serve(
             request_timeout=request_timeout,
             allow_priority=allow_priority,
             chat_template=None if chat_template is None else chat_template.read_text(encoding="utf-8"),
+            public_docs=public_docs,
             cors_origins=tuple(cors_origin or ()),
         )
         kind = AutoModelForImageTextToText if _sees(model) else AutoModelForCausalLM
@@ -421,6 +430,15 @@ def serve(
         run_server(loaded, tokenizer, settings, host, port, drain_seconds, processor)
     except (ValueError, OSError, ImportError) as error:
         _fail(error)
+
+
+# The demo has its own options, and its own help, in a module that is imported only here.
+@app.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def demo(context: typer.Context) -> None:
+    """Watch the paged cache work, in a browser: hf-paged demo [MODEL]. Needs the extra [demo]."""
+    package = "hf_paged.demo" if find_spec("hf_paged.demo") else "demo"  # of the wheel, or of the checkout
+    command = importlib.import_module(f"{package}.__main__").command
+    command(context.args, prog_name=context.command_path)
 
 
 @app.command("models")

@@ -16,6 +16,7 @@ from hf_paged.server.schemas import Body, SamplingBody
 
 # Shows all that a template is given.
 TEMPLATE = """{% for message in messages %}{{ message | tojson }}{% endfor %}{{ tools | tojson }}
+{{- thinks or '' }}{{ reasoning_effort or '' }}
 {%- if add_generation_prompt %}assistant:{% endif %}"""
 EOS = 2
 HI: Any = [{"role": "user", "content": "Hi"}]
@@ -23,6 +24,7 @@ PICTURE: Any = {"type": "image_url", "image_url": {"url": "data:image/png;base64
 NOW: Any = {"name": "now", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
 LATER: Any = {"name": "later"}
 TOOLS: Any = [{"type": "function", "function": NOW}, {"type": "function", "function": LATER}]
+OWN_TOOLS: Any = [{"type": "function"} | function for function in (NOW, LATER)]  # of /v1/responses
 CALL: Any = {"id": "call7", "type": "function", "function": {"name": "now", "arguments": '{"when": 7}'}}
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {  # what is asked beside a field
     "CompletionRequest": ("/v1/completions", {"prompt": "The door", "max_tokens": 8, "seed": 5}),
@@ -58,7 +60,7 @@ class Answer:
     @property
     def texts(self) -> list[str]:
         if "output" in self.body:
-            return [self.body["output"][0]["content"][0]["text"]]
+            return [item["content"][0]["text"] for item in self.body["output"] if item["type"] == "message"]
         return [c["text"] if "text" in c else c["message"]["content"] for c in self.body["choices"]]
 
     @property
@@ -143,6 +145,20 @@ def structured(**fields: Any) -> dict[str, Any]:
     return {"structured_outputs": fields}
 
 
+def own_tool(**fields: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function"} | NOW | fields]}
+
+
+def called(**fields: Any) -> dict[str, Any]:
+    call = {"type": "function_call", "call_id": "call7", "name": "now", "arguments": "{}"}
+    return {"input": [*HI, call | fields]}
+
+
+def returned(**fields: Any) -> dict[str, Any]:
+    output = {"type": "function_call_output", "call_id": "call7", "output": "rain"}
+    return {"input": [*called()["input"], output | fields]}
+
+
 def assistant(**fields: Any) -> dict[str, Any]:
     return {"messages": [*HI, {"role": "assistant", "tool_calls": [CALL | fields]}]}
 
@@ -204,14 +220,12 @@ CASES: dict[str, Case] = {
     "ChatRequest.parallel_tool_calls": Case(
         {"parallel_tool_calls": False}, lambda a, b: len(a.choice["message"]["tool_calls"]) == 1
         < len(b.choice["message"]["tool_calls"]), CALLS | {"tools": TOOLS[:1], "max_tokens": 90}),
-    "ChatRequest.store": Case({"store": True}, refused("store")),
+    "ChatRequest.chat_template_kwargs": Case({"chat_template_kwargs": {"thinks": "bees"}}, said("bees")),
+    "ChatRequest.reasoning_effort": Case({"reasoning_effort": "high"}, said("high")),
     "StreamOptions.include_usage": Case({"stream_options": {"include_usage": False}}, lambda a, b:
                                         "usage" not in a.body[-1], {"stream": True}),
     "StreamOptions.continuous_usage_stats": Case({"stream_options": {"continuous_usage_stats": True}}, lambda a, b:
                                                  "usage" in a.body[1] and "usage" not in b.body[1], {"stream": True}),
-    "StreamOptions.include_obfuscation": Case({"stream_options": {"include_obfuscation": True}},
-                                              lambda a, b: "include_obfuscation" in a.body["error"]["param"],
-                                              {"stream": True}),
     "ResponseFormat.type": Case({"response_format": {"type": "text"}}, same),
     "ResponseFormat.json_schema": Case(schema(), lambda a, b: a.texts == ['"abc"']),
     "JsonSchema.name": Case(schema(name="a" * 65), refused("json_schema.name")),
@@ -244,7 +258,7 @@ CASES: dict[str, Case] = {
     "Function.name": Case(tool(name="soon"), said("soon")),
     "Function.description": Case(tool(description="bees"), said("bees")),
     "Function.parameters": Case(tool(parameters={"type": "object", "title": "bees"}), said("bees")),
-    "Function.strict": Case(tool(strict=True), refused("strict")),
+    "Function.strict": Case(tool(strict=True), same, tool()),
     "ToolChoice.type": Case({"tool_choice": {"type": "code", "function": LATER}}, refused("tool_choice"), CALLS),
     "ToolChoice.function": Case({"tool_choice": {"type": "function", "function": {"name": "now"}}}, lambda a, b:
                                 all(c["function"]["name"] == "now" for c in a.choice["message"]["tool_calls"]), CALLS),
@@ -267,9 +281,36 @@ OF_RESPONSES: dict[str, Case] = {
     "ResponsesRequest.text": Case(form(), lambda a, b: a.texts == ['"abc"']),
     "ResponsesRequest.metadata": Case({"metadata": {"a": "b"}}, lambda a, b: a.body["metadata"] == {"a": "b"}),
     "ResponsesRequest.user": Case({"user": "me"}, lambda a, b: a.logged["user"] == a.body["user"] == "me"),
-    "ResponsesRequest.store": Case({"store": True}, refused("store")),
-    "ResponsesRequest.truncation": Case({"truncation": "auto"}, refused("truncation")),
-    "InputMessage.type": Case({"input": [{"type": "call"} | HI[0]]}, refused("input")),
+    "ResponsesRequest.truncation": Case({"truncation": "auto"}, lambda a, b: a.body["truncation"] == "auto"),
+    "ResponsesRequest.tools": Case({"tools": OWN_TOOLS}, said("later")),
+    "ResponsesRequest.tool_choice": Case(
+        {"tool_choice": "none"}, lambda a, b: said("later")(b, a), {"tools": OWN_TOOLS}
+    ),
+    "ResponsesRequest.parallel_tool_calls": Case(
+        {"parallel_tool_calls": False}, lambda a, b: len(a.body["output"]) == 1 < len(b.body["output"]),
+        {"tools": OWN_TOOLS[:1], "tool_choice": "required", "max_output_tokens": 90},
+    ),
+    "ResponsesRequest.reasoning": Case({"reasoning": {"effort": "high"}}, said("high")),
+    "Reasoning.effort": Case({"reasoning": {"effort": "low"}}, said("low")),
+    "ResponsesRequest.chat_template_kwargs": Case({"chat_template_kwargs": {"thinks": "bees"}}, said("bees")),
+    "ResponseFunction.type": Case(own_tool(type="web_search"), refused("tools.0.type: not supported")),
+    "ResponseFunction.name": Case(own_tool(name="soon"), said("soon")),
+    "ResponseFunction.description": Case(own_tool(description="bees"), said("bees")),
+    "ResponseFunction.parameters": Case(own_tool(parameters={"type": "object", "title": "bees"}), said("bees")),
+    "ResponseFunction.strict": Case(own_tool(strict=True), lambda a, b: a.body["tools"][0]["strict"]),
+    "ChosenFunction.type": Case({"tool_choice": {"type": "mcp"}}, refused("tool_choice.type: not supported")),
+    "ChosenFunction.name": Case(
+        {"tool_choice": {"type": "function", "name": "now"}}, lambda a, b: a.body["output"][0]["name"] == "now",
+        {"tools": OWN_TOOLS, "max_output_tokens": 40},
+    ),
+    "InputCall.type": Case({"input": [{"type": "mcp_call"}]}, refused("input.0.type: not supported")),
+    "InputCall.call_id": Case(called(), said("call7")),
+    "InputCall.name": Case(called(name="soon"), said("soon")),
+    "InputCall.arguments": Case(called(arguments='{"y": 77}'), said("77")),
+    "InputOutput.type": Case({"input": [{"type": "computer_call_output"}]}, refused("input.0.type: not supported")),
+    "InputOutput.call_id": Case(returned(call_id="call8"), said("call8")),
+    "InputOutput.output": Case(returned(output=[{"type": "input_text", "text": "bees"}]), said("bees")),
+    "InputMessage.type": Case({"input": [{"type": "call"} | HI[0]]}, refused("input.0.type: not supported")),
     "InputMessage.role": Case({"input": [{"role": "system", "content": "Hi"}]}, said("system")),
     "InputMessage.content": Case({"input": [{"role": "user", "content": "bees"}]}, said("bees")),
     "TextOptions.format": Case(form(), lambda a, b: a.texts == ['"abc"']),
@@ -278,7 +319,7 @@ OF_RESPONSES: dict[str, Case] = {
     "TextFormat.schema_": Case(form(schema={"const": 7}), lambda a, b: a.texts == ["7"]),
     "TextFormat.description": Case(form(description="A"), lambda a, b: a.body["text"]["format"]["description"] == "A"),
     "TextFormat.strict": Case(form(strict=False), same, form()),
-}
+}  # fmt: skip
 OF_TOKENS: dict[str, Case] = {
     "TokenizeRequest.model": Case({"model": "other"}, refused("model")),
     "TokenizeRequest.prompt": Case(

@@ -326,4 +326,5 @@ def test_metrics(served: Served) -> None:
                  "inter_token_latency_seconds_count", "e2e_request_latency_seconds_count",
                  "prefix_cache_queries_total"):  # fmt: skip
         assert values[f"vllm:{name}{label}"] > 0, name
+    assert values[f"hf_paged:blocks_allocated_total{label}"] > 0
     assert values['vllm:request_success_total{finished_reason="length",model_name="tiny"}'] > 0

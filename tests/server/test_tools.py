@@ -9,6 +9,7 @@ import pytest
 from openai.types.responses import Response
 
 from helpers.serving import Served, shared_server
+from hf_paged.server.responses import _Items
 from hf_paged.server.schemas import ChatRequest
 from hf_paged.server.text import StopStrings
 from hf_paged.server.tools import _ForcedCalls, message_of, parser_of, read
@@ -23,11 +24,10 @@ WEATHER = {
             "town": {"enum": ["Rome", 'a "}" {\\']},
             "days": {"type": "integer", "minimum": 1, "maximum": 9},
         },
-        "required": ["town", "days"],
-        "additionalProperties": False,
+        "required": ["town", "days"],  # and no others, though additionalProperties isn't there
     },
 }
-EMPTY = {"name": "now", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
+EMPTY = {"name": "now"}
 TOOLS: Any = [{"type": "function", "function": WEATHER}, {"type": "function", "function": EMPTY}]
 NAMED: Any = {"type": "function", "function": {"name": "weather"}}
 
@@ -77,7 +77,7 @@ def test_forced_calls(served: Served, choice: Any, is_parallel: bool) -> None:
         assert each.finish_reason == "length" or (each.finish_reason == "tool_calls" and is_whole(calls))
         assert arguments[each.index] == [call.function.arguments for call in calls if call.type == "function"]
         assert len(calls) == 1 or is_parallel
-        for call in calls[: None if not is_parallel else -1]:
+        for call in calls if is_whole(calls) else calls[:-1]:
             assert call.type == "function" and call.function.name in ("weather", "now")[: 1 if choice is NAMED else 2]
             found = json.loads(call.function.arguments)
             num_ended += 1
@@ -86,6 +86,7 @@ def test_forced_calls(served: Served, choice: Any, is_parallel: bool) -> None:
             else:
                 assert found == {}
     assert num_ended and (is_parallel or any(each.finish_reason == "tool_calls" for each in reply.choices))
+    assert choice == "required" or all(len(each.message.tool_calls or []) == 1 for each in reply.choices)
 
 
 def test_a_chat_that_goes_on_behind_calls(served: Served) -> None:
@@ -99,6 +100,8 @@ def test_a_chat_that_goes_on_behind_calls(served: Served) -> None:
     assert none.choices[0].message.content
 
 
+DEEP_CALL = {"type": "function_call", "call_id": "a", "name": "b", "arguments": "[" * 300 + "]" * 300}
+SEEN = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
 AUTO: Any = {"messages": MESSAGES, "tools": TOOLS}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"town": "Rome"}}\n</tool_call>'
 
@@ -144,11 +147,11 @@ def test_forced_calls_in_pieces(size: int) -> None:
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": TOOLS * 2}, "tools"),
-        ({"tools": [{"type": "function", "function": EMPTY | {"strict": True}}]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]},
          "tools.0.function.parameters"),
-        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools.0.type"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
         ({"tools": TOOLS, "tool_choice": "required", "num_beams": 2}, "num_beams"),
     ],
     ids=str,
@@ -183,9 +186,99 @@ def test_responses(served: Served) -> None:
     assert json.loads(formed.output_text) in ("x", "y") and formed.status == "completed"
     assert formed.text is not None and formed.text.to_dict() == {"format": schema | {"strict": True}}
     long: Any = {"format": schema | {"name": "a" * 65}}
-    for field in ({"store": True}, {"previous_response_id": "a"}, {"tools": TOOLS}, {"input": []}, {"text": long}):
+    for field in ({"previous_response_id": "a"}, {"tools": TOOLS}, {"input": []}, {"text": long}):
         refused = served.post("/v1/responses", {"input": "a"} | field)
         assert refused.status_code == 400 and next(iter(field)) in refused.json()["error"]["message"]
+    stored = served.client.responses.create(model="tiny", input="a", max_output_tokens=2, store=True)
+    assert stored.model_extra == {"store": False}, "it says that it is stored"
+
+
+OWN_TOOLS: Any = [{"type": "function", "strict": True} | function for function in (WEATHER, EMPTY)]
+WANTED: dict[str, Any] = {
+    "required": "required",
+    "named": {"type": "function", "name": "now"},
+    "one": {"tool_choice": "required", "parallel_tool_calls": False},
+}
+
+
+@pytest.mark.parametrize("name", WANTED)
+def test_calls_in_responses(served: Served, name: str) -> None:
+    """Whole, and as the client puts the events of a stream together; then with what the functions have returned."""
+    choice: Any = WANTED[name] if name == "one" else {"tool_choice": WANTED[name]}
+    given: Any = {"model": "tiny", "tools": OWN_TOOLS, "temperature": 0, "max_output_tokens": 120} | choice
+    reply = served.client.responses.create(input="The weather?", **given)
+    Response.model_validate(reply.model_dump(exclude={"store"}), strict=True)
+    with served.client.responses.stream(input="The weather?", **given) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response() if name != "required" else None
+    calls = [item for item in reply.output if item.type == "function_call"]
+    assert calls == reply.output and reply.output_text == ""
+    assert (
+        kinds.count("response.output_item.done") == kinds.count("response.function_call_arguments.done") == len(calls)
+    )
+    assert [tool.to_dict() for tool in reply.tools] == [OWN_TOOLS[0], OWN_TOOLS[1] | {"description": None}]
+    if final is None:  # this model calls until it is cut, in the midst of a call or behind one
+        assert len(calls) > 1 and reply.status == "incomplete" and kinds[-1] == "response.incomplete"
+        assert {call.status for call in calls[:-1]} == {"completed"} and calls[-1].status == "incomplete"
+        return
+    assert len(calls) == 1 and reply.status == final.status == calls[0].status == "completed"
+    (again,) = final.output
+    assert again.type == "function_call" and (again.name, again.arguments) == (calls[0].name, calls[0].arguments)
+    assert json.loads(again.arguments) == {} or name == "one"
+    returned = {"type": "function_call_output", "call_id": calls[0].call_id, "output": "rain"}
+    items: Any = [{"role": "user", "content": "The weather?"}, *reply.output, returned]
+    more = served.client.responses.create(model="tiny", input=items, tools=OWN_TOOLS, max_output_tokens=9)
+    assert (
+        more.output_text
+        and served.client.responses.create(
+            model="tiny", input=[*items, *more.output, {"role": "user", "content": "And?"}], max_output_tokens=9
+        ).output_text
+    )
+
+
+def test_tagged_calls_in_responses(served: Served) -> None:
+    """Would break: text and calls that are not items of their own, in their order."""
+    items = _Items()
+    parser = parser_of(ChatRequest.model_validate(AUTO), None)
+    pieces = [*read(parser, f"Let me see. {CALL}\n{CALL} and {CALL} so")]
+    events = [event for piece in pieces for event in items.feed(piece)] + [*items.end(True, parser.is_cut)]
+    assert [item["type"] for item in items.done] == [
+        "message", "function_call", "function_call", "message", "function_call", "message"
+    ]  # fmt: skip
+    assert [item["status"] for item in items.done] == ["completed"] * 5 + ["incomplete"]
+    places = [data["output_index"] for kind, data in events if kind == "output_item.done"]
+    assert places == list(range(6)) and len({data["item"]["id"] for kind, data in events if "item" in data}) == 6
+
+
+@pytest.mark.parametrize(
+    ("fields", "place", "what"),
+    [
+        ({"tools": [{"type": "web_search", "search_context_size": "low", "user_location": {}, "filters": {}}]},
+         "tools.0.type", "not supported"),
+        ({"tools": [{"type": "mcp", "server_label": "a", "server_url": "b", "require_approval": "never"}]},
+         "tools.0.type", "not supported"),
+        ({"tools": OWN_TOOLS, "tool_choice": {"type": "file_search"}}, "tool_choice.type", "not supported"),
+        ({"tools": OWN_TOOLS * 2}, "tools", "two of them have one name"),
+        ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+        ({"tools": OWN_TOOLS, "tool_choice": {"type": "function", "name": "other"}}, "tool_choice", "no such tool"),
+        ({"tools": [{"type": "function", "name": "a", "parameters": {"type": "object", "required": 5}}],
+          "tool_choice": "required"}, "tools.0.parameters", ""),
+        ({"input": [{"role": "user", "content": "a"}, DEEP_CALL]}, "input.1.arguments", "recursion"),
+        ({"input": [{"type": "function_call_output", "call_id": "a", "output": [SEEN]}]}, "input.0.output.0.image_url",
+         "no processor"),
+        ({"input": [{"type": "computer_call", "call_id": "a"}]}, "input.0.type", "not supported"),
+        ({"input": "The king. " * 1000, "truncation": "auto"}, "truncation", "not supported"),
+        ({"input": "The king. " * 9999, "truncation": "auto"}, "truncation", "not supported"),
+        ({"max_output_tokens": 9999, "truncation": "auto"}, "max_output_tokens", "above the limit"),
+        ({"input": "The king. " * 1000}, None, "is all that there is room for"),
+        ({"chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs.thinking", "does not read it"),
+    ],
+    ids=lambda value: str(value)[:50],
+)  # fmt: skip
+def test_refused_in_responses(served: Served, fields: dict[str, Any], place: str | None, what: str) -> None:
+    reply = served.post("/v1/responses", {"input": "a", "max_output_tokens": 5} | fields)
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and error["param"] == place and what in error["message"], error
 
 
 @pytest.mark.parametrize("text", ["<tool_call>" + "a" * 20_000, "<" * 20_000, (CALL + " ") * 300], ids=len)

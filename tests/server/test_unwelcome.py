@@ -355,10 +355,11 @@ def test_keys() -> None:
         for method, path in (("POST", COMPLETION), ("POST", "/tokenize"), ("GET", "/metrics"), ("GET", "/v1/models")):
             reply = client.request(method, path, headers=headers, json={} if method == "POST" else None)
             assert reply.status_code == 401 and reply.json()["error"]["type"] == "authentication_error"
-    for path in ("/docs", "/redoc", "/openapi.json"):
-        assert client.get(path).status_code == 401
-        found = client.get(path, headers={"Authorization": "Bearer other"})
-        assert found.status_code == 200 and ("openapi.json" in found.text or COMPLETION in found.json()["paths"])
+    public = TestClient(hf_paged.server.create_app(app.state.serving.engine.model, tiny_tokenizer(), public_docs=True,
+                                                   api_keys=["secret"], model_name="tiny"))  # fmt: skip
+    for path in ("/docs", "/openapi.json"):
+        assert client.get(path, headers={"Authorization": "Bearer other"}).status_code == 404
+        assert COMPLETION in public.get(path).text
     for header in (b"Bearer schl\xc3\xbcssel", b"Bearer \xff\xfe", b"\xff", b""):
         assert client.get("/v1/models", headers=[(b"Authorization", header)]).status_code == 401
     assert client.get("/health").status_code == client.get("/ready").status_code == 200
@@ -367,6 +368,50 @@ def test_keys() -> None:
         assert reply.status_code == 200
     assert "access-control-allow-origin" not in client.get("/health", headers={"Origin": "http://a"}).headers
     hf_paged.unpatch(app.state.serving.engine.model)
+
+
+def test_the_description(served: Served) -> None:
+    """Would break: a body without its schema, a reference to none, a page that loads something or lacks a field."""
+    found = served.http.get("/openapi.json").json()
+    schemas = found["components"]["schemas"]
+    page = served.http.get("/docs")
+    posts = {path: routes["post"] for path, routes in found["paths"].items() if "post" in routes}
+    assert set(posts) == {COMPLETION, CHAT, RESPONSES, "/tokenize", "/detokenize"}
+    for post in posts.values():
+        own = schemas[post["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]]
+        assert own["additionalProperties"] is False and all(
+            f"<code>{name}</code>" in page.text for name in own["properties"]
+        )
+    references = re.findall(r'"\$ref": "#/components/schemas/(\w+)"', json.dumps(found))
+    links = re.findall(r'href="#([^"]+)"', page.text)
+    assert set(references) <= set(schemas) and all(f'id="{link}"' in page.text for link in links)
+    described = schemas["ChatRequest"]["properties"]
+    assert described["store"]["description"].startswith("without effect") and "audio" not in described
+    assert described["modalities"]["enum"] == [["text"]] and described["n"]["maximum"] == 128
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert not re.findall(r"<(?:script|link|img|iframe)", page.text)
+    assert served.http.get("/redoc").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "name"),
+    [
+        (COMPLETION, {"n": 5}, "n"),
+        (COMPLETION, {"n": 2, "best_of": 5}, "best_of"),
+        (COMPLETION, {"n": 2, "num_beams": 5}, "num_beams"),
+        (CHAT, {"n": 5, "stream": True}, "n"),
+    ],
+)
+def test_too_many_branches(path: str, fields: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: a request that is prepared, and refused by the engine in its own words."""
+    app = hf_paged.server.create_app(hf_paged.patch(tiny_lm(), max_branches=4), tiny_tokenizer(), model_name="tiny")
+    served, serving = TestClient(app), app.state.serving
+    assert served.post(path, json=BODIES[path] | {"max_tokens": 2} | fields | {name: 4}).status_code == 200
+    monkeypatch.setattr(serving, "in_thread", None)  # what prepares a request
+    reply = served.post(path, json=BODIES[path] | fields)
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and error["param"] == name and "max_branches" in error["message"], error
+    hf_paged.unpatch(serving.engine.model)
 
 
 def test_queue_deadline_and_drain(caplog: pytest.LogCaptureFixture) -> None:
@@ -395,6 +440,7 @@ def test_queue_deadline_and_drain(caplog: pytest.LogCaptureFixture) -> None:
         served.complete(max_tokens=3, user="me")
         line = json.loads(caplog.records[-1].getMessage())
         assert line["user"] == "me" and line["completion_tokens"] == 3 and "secret" not in caplog.text
+        assert f"serving {behind.settings.model_name} on {served.url}" in caplog.messages
         served.settle()
         served.server.handle_exit(2, None)
         assert behind.is_draining
@@ -417,7 +463,7 @@ def test_mounted_in_another_app() -> None:
     for _ in range(2):  # event loops of their own
         reply = TestClient(app).post("/llm/v1/completions", json={"prompt": "The door", "max_tokens": 3})
         assert reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] == 3
-    assert "'/llm/openapi.json'" in TestClient(app).get("/llm/docs").text
+    assert 'href="/llm/openapi.json"' in TestClient(app).get("/llm/docs").text
     assert TestClient(app).get("/llm/openapi.json").json()["servers"] == [{"url": "/llm"}]
     hf_paged.unpatch(model)
 

@@ -102,7 +102,7 @@ def test_version():
     [
         (["--prompts", "no/such/file.txt"], "cannot read no/such/file.txt: No such file"),
         (["--model", "./no/such/folder"], "there is no folder ./no/such/folder"),
-        (["--dtype", "int8"], "--dtype must be one of float32, bfloat16, float16, got 'int8'"),
+        (["--dtype", "int8"], "--dtype must be one of auto, float32, bfloat16, float16, got 'int8'"),
         (["--device", "toaster"], "cannot use --device 'toaster'"),
         (["--max-new-tokens", 2048], "--max-new-tokens 2048 leaves no room for a prompt"),
         (["--limit", 1, "--num-blocks", 1, "--max-new-tokens", 100], "the pool has 1"),
@@ -187,6 +187,7 @@ NEEDED = {
     "hf_paged serve": "hf-paged[server]",
     "hf_paged.tools.lm_eval_model": "lm_eval[hf]",
     "demo": "hf-paged[demo]",
+    "hf_paged demo": "hf-paged[demo]",
 }
 WITHOUT_EXTRAS = """
 import runpy, sys

@@ -14,10 +14,12 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # they import each other by name
 
 from paper import __main__ as program
-from paper import costs, figures, policies, simulator
+from paper import costs, figures, measured, policies, simulator
 from paper.costs import Work
 from paper.policies import Buddy, FirstFit
 from workload import Request
+
+from helpers.models import tiny_lm
 
 SMALL = costs.Setup(costs.PAPER.costs, 1600, 256)
 OTHERS = (policies.FIRST_FIT, policies.HF, policies.LIMITED, policies.SHORTEST)
@@ -96,6 +98,19 @@ def test_one_request_by_hand() -> None:
     [outcome] = made.outcomes
     assert outcome.first == pytest.approx(2 + prompt) and outcome.end == pytest.approx(2 + prompt + sum(steps))
     assert outcome.normalized == (outcome.end - 2) / 3 and list(made.gaps) == pytest.approx(steps)
+
+
+def test_policies_on_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is reserved and not yet used keeps others out; nothing that has a reservation is preempted."""
+    monkeypatch.setattr(measured, "llama_125m", lambda dtype: tiny_lm())
+    monkeypatch.setattr(measured, "SLOTS", 2 * measured.CONTEXT)
+    measured.main(["--requests", "12", "--rounds", "1", "--out", str(tmp_path)])
+    saved = json.loads((tmp_path / "measured_125m.json").read_text())["results"]
+    paged, oracle, whole = (saved["rounds"][0][system.name] for system in measured.SYSTEMS)
+    assert paged["tokens_per_step"] > oracle["tokens_per_step"] > whole["tokens_per_step"]
+    assert 1 < whole["tokens_per_step"] <= 2, "a pool of two contexts has room for two"
+    assert oracle["preempted"] == whole["preempted"] == 0
+    assert saved["times_the_throughput"].keys() == {"Orca (Oracle)", "Orca (Max)"}
 
 
 @pytest.mark.parametrize("name", ["figure_12", "figure_19"])

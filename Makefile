@@ -1,7 +1,7 @@
 # Everyday commands; `make help` lists them. Needs Python 3.11 - 3.13, make and git; everything else goes into .venv.
 #
 #   make run ARGS="--limit 4 --stream"      arguments for the command
-#   make demo ARGS="--model Qwen/Qwen3-0.6B"
+#   make demo ARGS="Qwen/Qwen3-0.6B"
 #   make test T=tests/tools/test_cli.py     some tests only
 #   make venv PIP_ARGS="--index-url ..."    arguments for every pip install (a CPU-only torch, a mirror)
 #   make test PYTHON=python3.12             another interpreter for a new .venv
@@ -98,7 +98,7 @@ run: $(VENV)/.installed ## generate with and without hf_paged, compare: make run
 	@$(PY) -m hf_paged run $(ARGS)
 
 .PHONY: demo
-demo: $(VENV)/.installed-demo ## watch the paged cache work, in a browser: make demo ARGS="--model ..."
+demo: $(VENV)/.installed-demo ## watch the paged cache work, in a browser: make demo ARGS="MODEL"
 	@$(PY) -m demo $(ARGS)
 
 .PHONY: serve

@@ -11,44 +11,29 @@ from typing import Any
 import gradio as gr
 
 from .hub import Picture
-from .views import STATIC, clean_text
+from .views import clean_text, view
 
 MAX_TEXT = 8000  # characters of a text
 
 
 def Gauges(**kwargs: Any) -> gr.HTML:
     """The header's gauges. Its value is made by `gauges_value`."""
-    return _panel("gauges", kwargs)
+    return view("gauges", [], kwargs)
 
 
 def Cards(**kwargs: Any) -> gr.HTML:
     """Texts side by side. Its value is made by `cards_value`."""
-    return _panel("cards", kwargs)
+    return view("cards", [], kwargs)
 
 
 def Table(**kwargs: Any) -> gr.HTML:
     """A table that changes. Its value is made by `table_value`."""
-    return _panel("table", kwargs)
+    return view("table", [], kwargs)
 
 
 def Notes(**kwargs: Any) -> gr.HTML:
     """Notes, one below the other. Its value is made by `notes_value`."""
-    return _panel("notes", kwargs)
-
-
-def _panel(name: str, kwargs: dict[str, Any]) -> gr.HTML:
-    folder = STATIC / "panels"
-    return gr.HTML(
-        **{"elem_classes": ["kv-html"], "show_label": False} | kwargs,
-        html_template=f'<div class="kv-view kv-view-{name}"></div>',
-        css_template=_read(STATIC / "shared.css", folder / f"{name}.css"),
-        js_on_load=_read(STATIC / "shared.js", folder / f"{name}.js"),
-        apply_default_css=False,
-    )
-
-
-def _read(*files: Any) -> str:
-    return "\n".join(file.read_text(encoding="utf-8") for file in files)
+    return view("notes", [], kwargs)
 
 
 def gauges_value(picture: Picture) -> dict[str, Any]:

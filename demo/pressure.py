@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,8 +149,7 @@ async def _follow(hub: Hub, tickets: list[Ticket], sampling: Sampling) -> AsyncI
             if loop.time() - shown >= SHOW_SECONDS:
                 shown = loop.time()
                 yield Burst(watch.rows, shown - started)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(results), WATCH_SECONDS)
+            await asyncio.wait([results], timeout=WATCH_SECONDS)
     finally:
         results.cancel()
     state = Burst(watch.rows, loop.time() - started, is_done=True)

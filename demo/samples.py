@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -98,14 +97,12 @@ async def _run(
     try:
         ticket = await in_thread(lambda: hub.submit(kind, owner, prompt_ids, seed=sampling.seed, **arguments), cancel)
         view = _View(hub, ticket, arguments, RunRecord.begin(hub, [ticket], sampling.max_new_tokens))
-        loop, done = asyncio.get_running_loop(), asyncio.Event()
-        ticket.request.on_done(lambda: _tell(loop, done))
+        result = asyncio.gather(ticket.request, return_exceptions=True)
         try:
-            while not done.is_set():
+            while not result.done():
                 view.see(steps)
                 yield view.running()
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(done.wait(), SHOW_SECONDS)
+                await asyncio.wait([result], timeout=SHOW_SECONDS)
         finally:
             ticket.request.cancel()
     finally:
@@ -130,11 +127,6 @@ async def _score(hub: Hub, prompt_ids: list[int], tree: BeamTree, returned: list
     hub.pacer.wake()
     outputs = await asyncio.gather(*requests)
     tree.score(branches, ([token.logprob for token in output.prompt_logprobs or []] for output in outputs))
-
-
-def _tell(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-    with suppress(RuntimeError):  # the loop was closed: nothing waits any more
-        loop.call_soon_threadsafe(event.set)
 
 
 class _View:

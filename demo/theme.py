@@ -39,7 +39,7 @@ CSS = """
 /* Above the controls, and before one's eyes while one scrolls through them. */
 @media (max-width: 900px) {
   #pool-panel {
-    order: -1; top: 0; z-index: 40; max-height: 42vh; padding: 8px 0; background: var(--body-background-fill);
+    order: -1; top: 0; z-index: 45; max-height: 42vh; padding: 8px 0; background: var(--body-background-fill);
     border-bottom: 1px solid var(--border-color-primary);
   }
 }

@@ -33,33 +33,39 @@ def PoolView(past: Callable[[int], dict[str, Any] | None], **kwargs: Any) -> gr.
     """Every block a cell, and a scrubber over the last steps. Its value is made by `pool_value`; the browser calls
     `past` for the `past_value` after a step.
     """
-    return _view("pool", ["cells.js", "grid.js", "pool.js"], {"server_functions": [past]} | kwargs)
+    return view("pool", ["cells.js", "grid.js"], {"server_functions": [past]} | kwargs)
 
 
 def BlockTables(**kwargs: Any) -> gr.HTML:
     """Each request's logical and physical blocks, and the queues. Its value is made by `tables_value`."""
-    return _view("tables", ["tables.js"], kwargs)
+    return view("tables", [], kwargs)
 
 
 def EventLog(**kwargs: Any) -> gr.HTML:
     """What happened, newest first. Its value is made by `events_value`."""
-    return _view("events", ["events.js"], kwargs)
+    return view("events", [], kwargs)
 
 
 def BeamTree(**kwargs: Any) -> gr.HTML:
     """A beam search from left to right. Its value is made by `beam_tree_value`."""
-    return _view("beams", ["tree.js", "beams.js"], kwargs)
+    return view("beams", ["tree.js"], kwargs)
 
 
 def MemoryMaps(**kwargs: Any) -> gr.HTML:
     """Reserved and used memory of several runs, to one scale. Its value is made by `memory_maps_value`."""
-    return _view("memory", ["memory.js"], kwargs)
+    return view("memory", [], kwargs)
 
 
-def _view(name: str, scripts: Sequence[str], kwargs: Mapping[str, Any]) -> gr.HTML:
-    """A component whose markup doesn't depend on its value: Gradio never builds it anew, the script updates it."""
-    script = "\n".join((STATIC / file).read_text(encoding="utf-8") for file in ("shared.js", *scripts))
-    style = "\n".join((STATIC / file).read_text(encoding="utf-8") for file in ("shared.css", f"{name}.css"))
+def view(name: str, scripts: Sequence[str], kwargs: Mapping[str, Any]) -> gr.HTML:
+    """A component whose markup doesn't depend on its value: Gradio never builds it anew, the script updates it.
+
+    Args:
+        name: Of its script and its style.
+        scripts: Others that come before.
+        kwargs: Of the component.
+    """
+    script = "\n".join(map(_read, ("shared.js", *scripts, f"{name}.js")))
+    style = "\n".join(map(_read, ("shared.css", f"{name}.css")))
     return gr.HTML(
         **{"elem_classes": ["kv-html"], "show_label": False} | kwargs,
         html_template=f'<div class="kv-view kv-view-{name}"></div>',
@@ -67,6 +73,10 @@ def _view(name: str, scripts: Sequence[str], kwargs: Mapping[str, Any]) -> gr.HT
         js_on_load=script,
         apply_default_css=False,
     )
+
+
+def _read(file: str) -> str:
+    return (STATIC / file).read_text(encoding="utf-8")
 
 
 # -------------------------------------------------------------------------------------------------------------- values
@@ -117,12 +127,9 @@ def pool_value(snapshot: Mapping[str, Any], names: Mapping[int, str], steps: Seq
 
 def past_value(snapshot: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
     """What `PoolView` draws of a step that is over: the pool after it, and what happened, a sentence an event."""
-    sentences = [
-        describe_event(event, names.get(event.get("group", -1), ""))
-        for event in snapshot["events"]
-        if event["kind"] != "step"
-    ]
-    return pool_value(snapshot, names) | {"happened": [clean_text(each, 200) for each in sentences[:MAX_HAPPENED]]}
+    tell = _teller(snapshot, names)
+    events = [event for event in snapshot["events"] if event["kind"] != "step"][:MAX_HAPPENED]
+    return pool_value(snapshot, names) | {"happened": [tell(event) for event in events]}
 
 
 def tables_value(snapshot: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
@@ -161,7 +168,7 @@ def tables_value(snapshot: Mapping[str, Any], names: Mapping[int, str]) -> dict[
 
 def events_value(snapshot: Mapping[str, Any], names: Mapping[int, str], limit: int = MAX_EVENTS) -> dict[str, Any]:
     """What `EventLog` draws: the newest events, oldest first, as JSON: `[id, kind, group, step, time, sentence]`."""
-    num_sequences = {group["id"]: len(group["sequences"]) for group in snapshot["groups"]}
+    tell = _teller(snapshot, names)
     chosen: list[list[Any]] = []
     num_steps = 0
     for event in reversed(snapshot["events"]):
@@ -171,11 +178,21 @@ def events_value(snapshot: Mapping[str, Any], names: Mapping[int, str], limit: i
                 continue
         if len(chosen) == limit:
             break
+        when = [event["step"], round(event["time"], 1)]
+        chosen.append([event["id"], event["kind"], event.get("group"), *when, tell(event)])
+    return {"events": _dump(chosen[::-1])}
+
+
+def _teller(snapshot: Mapping[str, Any], names: Mapping[int, str]) -> Callable[[Mapping[str, Any]], str]:
+    """What makes a sentence of an event of a snapshot."""
+    num_sequences = {group["id"]: len(group["sequences"]) for group in snapshot["groups"]}
+
+    def tell(event: Mapping[str, Any]) -> str:
         group = event.get("group")
         who = "" if group is None else _label(group, names, event.get("request_id"))
-        sentence = describe_event(event, who, num_sequences.get(group, 1) > 1)
-        chosen.append([event["id"], event["kind"], group, event["step"], round(event["time"], 1), sentence])
-    return {"events": _dump(chosen[::-1])}
+        return describe_event(event, who, num_sequences.get(group, 1) > 1)
+
+    return tell
 
 
 def beam_tree_value(nodes: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

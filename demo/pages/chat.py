@@ -17,7 +17,7 @@ from ..hub import Hub, cancel
 from ..limits import RefusedError
 from ..prompts import openings
 from ..told import told
-from .viewer import quietly
+from .viewer import owner_of, quietly
 
 
 @dataclass(frozen=True)
@@ -178,10 +178,10 @@ class _ChatHandlers:
         return [as_shown(before), before, gr.skip() if typed.strip() else message]
 
     def stop(self, request: gr.Request) -> None:
-        self._hub.cancel(owner=_owner(request), kind="chat")
+        self._hub.cancel(owner=owner_of(request), kind="chat")
 
     def clear(self, request: gr.Request) -> Conversation:
-        tickets = self._hub.of(_owner(request), "chat")
+        tickets = self._hub.of(owner_of(request), "chat")
         self._unwanted.update(ticket.label for ticket in tickets)
         cancel(*tickets)
         return []
@@ -189,7 +189,7 @@ class _ChatHandlers:
     async def _stream(
         self, request: gr.Request, before: Conversation, message: str, settings: tuple[Any, ...]
     ) -> AsyncIterator[list[Any]]:
-        hub, owner = self._hub, _owner(request)
+        hub, owner = self._hub, owner_of(request)
         if hub.of(owner, "chat"):
             raise RefusedError("A reply is still running in this tab: stop it first, or open another tab.")
         sampling = Sampling.checked(hub.limits, *settings)
@@ -240,7 +240,3 @@ def before_last_question(conversation: Conversation) -> tuple[Conversation, str]
 
 def _as_messages(conversation: Conversation) -> list[dict[str, str]]:
     return [{"role": message.role, "content": message.content} for message in conversation]
-
-
-def _owner(request: gr.Request) -> str:
-    return request.session_hash or "api"

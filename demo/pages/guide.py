@@ -14,7 +14,7 @@ from ..hub import Hub
 from ..prompts import encode, openings
 from ..told import told
 from .step import queue_requests
-from .viewer import quietly
+from .viewer import owner_of, quietly
 
 INTRODUCTION = "Four buttons, some five minutes. Each does something on the page below, and says here what to look at."
 
@@ -112,7 +112,7 @@ def guide_events(hub: Hub, panel: tuple[list[gr.Button], gr.Markdown], message: 
 def _start(hub: Hub, number: int) -> Any:
     @told
     async def on_click(request: gr.Request) -> list[Any]:
-        owner = request.session_hash or "api"
+        owner = owner_of(request)
         written: Any = gr.skip()
         if number == 3:
             await asyncio.to_thread(hub.pacer.pause)

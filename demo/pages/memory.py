@@ -20,7 +20,7 @@ from ..pressure import burst
 from ..run_record import RunRecord
 from ..told import told
 from ..views import MemoryMaps, memory_maps_value
-from .viewer import quietly
+from .viewer import owner_of, quietly
 
 COLUMNS = ("Way", "KV memory", "holds tokens", "empty", "Waste")
 NUMBERS = (1, 2, 3, 4)
@@ -52,7 +52,7 @@ def memory_page(hub: Hub, last_run: gr.State) -> None:
     async def on_run(request: gr.Request, count: float, new_tokens: float, longest: float) -> AsyncIterator[list[Any]]:
         sampling = Sampling.checked(hub.limits, new_tokens, 0.8, 0.95)
         record = None
-        async with aclosing(burst(hub, request.session_hash or "api", int(count), sampling, int(longest))) as states:
+        async with aclosing(burst(hub, owner_of(request), int(count), sampling, int(longest))) as states:
             async for state in states:
                 record = state.record
                 yield [_note(f"Running: {state.describe()}"), *NOTHING, gr.skip()]

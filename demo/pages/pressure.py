@@ -14,7 +14,7 @@ from ..hub import PREEMPTIONS, Hub
 from ..panels import Notes, Table, notes_value, table_value
 from ..pressure import Burst, burst
 from ..told import told
-from .viewer import quietly
+from .viewer import owner_of, quietly
 
 COLUMNS = ("Request", "State", "Prompt tokens", "New tokens", "Swapped", "Recomputed", "Reply")
 NUMBERS = (2, 3, 4, 5)
@@ -92,7 +92,7 @@ def pressure_page(hub: Hub, last_run: gr.State) -> None:
         sampling = Sampling.checked(hub.limits, new_tokens, 0.8, 0.95)
         yield [gr.skip(), table_value(), *[gr.skip()] * 5]  # the burst before
         await asyncio.to_thread(hub.resize, blocks, preemption, cancel)
-        async with aclosing(burst(hub, _owner(request), int(count), sampling, int(longest), paragraph)) as states:
+        async with aclosing(burst(hub, owner_of(request), int(count), sampling, int(longest), paragraph)) as states:
             async for state in states:
                 room = sum(row.prompt_tokens + sampling.max_new_tokens for row in state.rows)
                 needs = f"Prompts and longest replies are {room:,} tokens; the pool holds {hub.pool_tokens:,}."
@@ -110,7 +110,7 @@ def pressure_page(hub: Hub, last_run: gr.State) -> None:
         return [notes_value([(sentence, sentence, [])]), blocks, preemption]
 
     def on_stop(request: gr.Request) -> None:
-        hub.cancel(_owner(request), "burst")
+        hub.cancel(owner_of(request), "burst")
 
     fire.click(
         on_fire,
@@ -144,7 +144,3 @@ def _shown(state: Burst, needs: str) -> list[dict[str, Any]]:
 def _buttons(is_running: bool) -> list[Any]:
     """Those that begin something, and the one that stops it."""
     return [*(gr.Button(interactive=not is_running) for _ in range(3)), gr.Button(interactive=is_running)]
-
-
-def _owner(request: gr.Request) -> str:
-    return request.session_hash or "api"

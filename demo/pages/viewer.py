@@ -49,6 +49,11 @@ def quietly(**more: Any) -> dict[str, Any]:
     return {"show_progress": "hidden", "api_visibility": "private"} | more
 
 
+def owner_of(request: gr.Request) -> str:
+    """Whose request a click, or a call of the API, makes."""
+    return request.session_hash or "api"
+
+
 class Ticker:
     """One timer a browser, whose tick updates the components that are to be seen there, if there is anything new.
 

@@ -120,7 +120,7 @@ const legend = {
 let pool = null;
 let cells = [];
 let swapCells = [];
-let swapPitch = null;
+let swapSize = ""; // of its cells, and of the whole
 
 const pickOwner = (holders) => {
   const groups = [...new Set((holders || []).map(([group]) => group.id))];
@@ -149,7 +149,7 @@ const swapGrid = makeGrid({
 });
 
 const facts = el("div", { class: "kv-quiet kv-number kv-facts" });
-const paused = el("span", { class: "kv-paused", hidden: true }, "⏸ paused");
+const paused = el("span", { class: "kv-paused", hidden: true }, "‖ paused");
 const swapTitle = el("div", { class: "kv-quiet kv-number kv-swap-title" });
 const swapBox = el("div", { class: "kv-swap" }, swapTitle, swapGrid.node);
 const owners = el("div", { class: "kv-owners", role: "group", "aria-label": "Requests in the pool" });
@@ -211,13 +211,15 @@ function showSwap() {
   if (!total) return;
   setText(swapTitle, `CPU swap space: ${NUMBER.format(pool.numSwapped)} of ${count(total, "block")} in use`);
   // Usually nearly empty and as large as the pool: the first rows, and as many more as were ever used.
+  const size = `${grid.pitch()} ${total}`;
   const leastShown = SWAP_ROWS * columnsIn(swapGrid.width(), grid.pitch());
-  const shown = Math.min(total, Math.max(swapCells.length, leastShown, pool.swapHolders.length));
+  const mostUsed = size === swapSize ? swapCells.length : 0;
+  const shown = Math.min(total, Math.max(mostUsed, leastShown, pool.swapHolders.length));
   const before = swapCells;
   swapCells = Array.from({ length: shown }, (_, block) => poolCell(pool, block, "swapped"));
   show(swapGrid, before, swapCells);
-  if (grid.pitch() !== swapPitch) swapGrid.drawAll();
-  swapPitch = grid.pitch();
+  if (size !== swapSize) swapGrid.drawAll();
+  swapSize = size;
 }
 
 function showCounts() {

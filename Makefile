@@ -1,7 +1,7 @@
 # Everyday commands; `make help` lists them. Needs Python 3.11 - 3.13, make and git; everything else goes into .venv.
 #
 #   make run ARGS="--limit 4 --stream"      arguments for the command
-#   make demo ARGS="--model Qwen/Qwen3-0.6B"
+#   make demo ARGS="Qwen/Qwen3-0.6B"
 #   make test T=tests/tools/test_cli.py     some tests only
 #   make venv PIP_ARGS="--index-url ..."    arguments for every pip install (a CPU-only torch, a mirror)
 #   make test PYTHON=python3.12             another interpreter for a new .venv
@@ -35,7 +35,7 @@ NOT_CORE := $(wildcard tests/core/test_*.py tests/kernels/test_*.py tests/memory
 PY := $(VENV)/bin/python
 PIP_INSTALL = -m pip install $(if $(CI),--quiet) --disable-pip-version-check $(PIP_ARGS)
 QUICK := not slow and not gpu and not browser and not ci
-SOURCES := hf_paged tests examples readme_hook.py $(wildcard benchmarks demo)
+SOURCES := hf_paged tests examples $(wildcard docs/*.py) readme_hook.py $(wildcard benchmarks demo)
 RESULTS ?= benchmarks/results
 
 # Nothing here may reach for a model hub behind our back; `make run` may (ARGS="--model Qwen/Qwen3-0.6B").
@@ -71,6 +71,10 @@ $(VENV)/.installed-demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PY) $(PIP_INSTALL) -c constraints.txt -e '.[demo]'
 	@touch $@ $(VENV)/.installed
 
+$(VENV)/.installed-docs: pyproject.toml constraints.txt | $(VENV)/.installed-dev
+	$(PY) $(PIP_INSTALL) -c constraints.txt -e '.[docs]'
+	@touch $@
+
 $(VENV_OLD)/.installed-test: pyproject.toml constraints-5.17.txt | $(VENV_OLD)/bin/python
 	@echo "installing hf_paged with its tests and transformers 5.17 into $(VENV_OLD) (once)"
 	$(VENV_OLD)/bin/python $(PIP_INSTALL) -c constraints-5.17.txt -e '.[test]'
@@ -94,7 +98,7 @@ run: $(VENV)/.installed ## generate with and without hf_paged, compare: make run
 	@$(PY) -m hf_paged run $(ARGS)
 
 .PHONY: demo
-demo: $(VENV)/.installed-demo ## watch the paged cache work, in a browser: make demo ARGS="--model ..."
+demo: $(VENV)/.installed-demo ## watch the paged cache work, in a browser: make demo ARGS="MODEL"
 	@$(PY) -m demo $(ARGS)
 
 .PHONY: serve
@@ -133,6 +137,18 @@ BROWSER_TESTS := $(shell grep -l mark.browser tests/*/test_*.py)
 test-browser: $(VENV)/.installed-dev ## the demo in a real browser, which has to be installed
 	$(TEST_ENV) $(PY) -m pytest -m browser $(PYTEST_ARGS) $(if $(filter-out tests,$(T)),$(T),$(BROWSER_TESTS))
 
+# Needs Node and Firefox (Debian's npm and firefox-esr). What npm brings lies beside the environments, not in the tree.
+FIREFOX ?= $(shell command -v firefox-esr || command -v firefox)
+PUPPETEER := .venv-puppeteer
+.PHONY: test-firefox
+test-firefox: $(VENV)/.installed-dev ## the demo in Firefox: a smoke test by hand, which needs npm and firefox-esr
+	@[ -n "$(FIREFOX)" ] || { echo "there is no Firefox here: install the package firefox-esr"; exit 1; }
+	@[ -d $(PUPPETEER) ] || npm install --silent --no-audit --no-fund --prefix $(PUPPETEER) puppeteer-core@24.43.1
+	@$(TEST_ENV) $(PY) -m demo --port 7899 --speed 60 --no-welcome & demo=$$!; trap "kill $$demo" EXIT; \
+	    until $(PY) -c 'import socket; socket.create_connection(("127.0.0.1", 7899))' 2>/dev/null; do \
+	        kill -0 $$demo && sleep 0.5; done; \
+	    node tests/demo/firefox_smoke.mjs http://127.0.0.1:7899 $(abspath $(PUPPETEER)) $(FIREFOX)
+
 # The kernels in C with gcc's sanitizers in them: an access out of bounds, or what C does not define, ends the run with a
 # report. Tests of the compiler itself, and of the last bit of what it makes, are about another build.
 SANITIZED_TESTS := tests/kernels/test_hostile_shapes.py tests/kernels/test_kernels_cpu.py \
@@ -154,6 +170,11 @@ test-5.17: $(VENV_OLD)/.installed-test ## the core tests on the oldest supported
 test-torch: .venv-torch-$(TORCH)/.installed ## the CPU tests, one case of sixteen, on another torch: make test-torch TORCH=2.14.1
 	$(TEST_ENV) .venv-torch-$(TORCH)/bin/python -m pytest --every 16 -m "$(QUICK)" $(PYTEST_ARGS) $(T)
 
+# By hand, too: a dozen environments, gigabytes of them where pip finds no CPU build of torch (PIP_ARGS).
+.PHONY: clients
+clients: $(VENV)/.installed-dev ## other people's programs against the server, at pinned versions: make clients ARGS="--only openai"
+	PIP_ARGS='$(PIP_ARGS)' $(OFFLINE) $(PY) tests/clients/run.py $(ARGS)
+
 .PHONY: lint
 lint: $(VENV)/.installed-dev ## ruff, mypy, import-linter, budgets
 	$(VENV)/bin/ruff check $(SOURCES)
@@ -166,6 +187,11 @@ lint: $(VENV)/.installed-dev ## ruff, mypy, import-linter, budgets
 format: $(VENV)/.installed-dev ## let ruff format the code and fix what it can
 	$(VENV)/bin/ruff check --fix-only --quiet $(SOURCES)
 	$(VENV)/bin/ruff format $(SOURCES)
+
+.PHONY: docs
+docs: $(VENV)/.installed-docs ## the site, into build/docs; warnings are errors
+	$(PY) docs/notebook.py
+	$(OFFLINE) $(PY) -m sphinx -q -W --keep-going -c docs -d build/doctrees . build/docs
 
 # train_tiny_lm.py makes the embedded model anew: three quarters of an hour, not a demonstration. Ray is an extra.
 .PHONY: examples
@@ -246,7 +272,7 @@ clean: ## remove what the tools leave behind (not the environments)
 
 .PHONY: distclean
 distclean: clean ## clean, and remove the environments
-	rm -rf $(VENV) $(VENV_OLD) .venv-triton-* .venv-torch-*
+	rm -rf $(VENV) $(VENV_OLD) .venv-triton-* .venv-torch-* $(PUPPETEER) .clients
 
 .PHONY: help
 help: ## this list

@@ -1,4 +1,4 @@
-"""The command line: `python -m demo`."""
+"""The command line: `hf-paged demo`, and `python -m demo` in a checkout."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ import typer
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
-from demo.hub import Hub
-from demo.limits import Limits
-from demo.loading import load
-from demo.pacing import FULL_SPEED
 from hf_paged import needs
+
+from .hub import Hub
+from .limits import Limits
+from .loading import load
+from .pacing import FULL_SPEED
 
 SLOW_MOTION = 20.0  # steps a second: the embedded model would be done before there was anything to see
 DEFAULT_BLOCKS = 512
@@ -31,8 +32,14 @@ console = Console(stderr=True)
 @command.command()
 def run(
     model: Annotated[
-        str, typer.Option(help="A folder or the name of a model; default: the story model that comes with the package.")
+        str,
+        typer.Argument(
+            metavar="NAME_OR_PATH",
+            help="A causal language model, by name or folder; default: the story model that comes with the package.",
+            show_default=False,
+        ),
     ] = "",
+    named: Annotated[str, typer.Option("--model", metavar="NAME_OR_PATH", help="The same, as an option.")] = "",
     host: Annotated[
         str, typer.Option(help="Address to listen on; others than 127.0.0.1 can be reached from outside.")
     ] = "127.0.0.1",
@@ -79,10 +86,10 @@ def run(
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         with needs("hf-paged[demo]"):
-            from demo.app import build_app, launch
+            from .app import build_app, launch
         if server:
-            from demo.serving import address, make_server
-        loaded = load(model or None, dtype, device)
+            from .serving import address, make_server
+        loaded = load(model or named or None, dtype, device)
         if threads or loaded.is_tiny:
             torch.set_num_threads(threads or 1)  # the small model's threads would only wait for each other
         limits = Limits(max_prompt_tokens, max_new_tokens, max_requests, positions=loaded.positions)

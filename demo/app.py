@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
-from demo.endpoints import add_endpoints
-from demo.generation import Sampling
-from demo.hub import WELCOME, Hub, Picture
-from demo.limits import RefusedError
-from demo.pacing import FULL_SPEED
-from demo.pages.chat import chat_page
-from demo.pages.memory import memory_page
-from demo.pages.plots import plots_page
-from demo.pages.pool import pool_page
-from demo.pages.pressure import pressure_page
-from demo.pages.requests import requests_page
-from demo.pages.samples import samples_page
-from demo.pages.step import step_page
-from demo.pages.viewer import EVERYWHERE, Ticker, Viewer, quietly
-from demo.panels import Gauges, gauges_value
-from demo.prompts import encode, openings
-from demo.theme import CSS, make_theme
-from demo.told import told
-from demo.views import PoolView, pool_value
+from .endpoints import add_endpoints
+from .generation import Sampling
+from .hub import WELCOME, Hub, Picture, names_of
+from .limits import RefusedError
+from .pacing import FULL_SPEED
+from .pages.chat import chat_page
+from .pages.guide import guide_events, guide_panel
+from .pages.memory import memory_page
+from .pages.plots import plots_page
+from .pages.pool import pool_page
+from .pages.pressure import pressure_page
+from .pages.requests import requests_page
+from .pages.samples import samples_page
+from .pages.step import step_page
+from .pages.viewer import EVERYWHERE, Ticker, Viewer, quietly
+from .panels import Gauges, gauges_value
+from .prompts import encode, openings
+from .theme import CSS, make_theme
+from .told import told
+from .views import PoolView, past_value, pool_value
 
 if TYPE_CHECKING:  # an extra of its own
     from hf_paged.server import RequestTable
@@ -62,11 +64,12 @@ def build_app(hub: Hub, welcome: bool = True, server: tuple[RequestTable, str] |
     with gr.Blocks(title="hf_paged: watch the paged cache work", analytics_enabled=False, fill_width=True) as app:
         last_run = gr.State(None)
         header = _header(hub)
+        guide = guide_panel()
         with gr.Row():
-            with gr.Column(scale=7, min_width=330), gr.Tabs(elem_id="tabs"):
+            with gr.Column(scale=7, min_width=330), gr.Tabs(elem_id="tabs", overflow_behavior="wrap"):
                 tabs: dict[str, gr.Tab] = {}
                 with gr.Tab("Chat", elem_id="tab-chat") as tabs["chat"]:
-                    chat_page(hub)
+                    guide_events(hub, guide, chat_page(hub))
                 served = []
                 if server is not None:
                     with gr.Tab("Requests", elem_id="tab-requests") as tabs["requests"]:
@@ -84,8 +87,10 @@ def build_app(hub: Hub, welcome: bool = True, server: tuple[RequestTable, str] |
                 with gr.Tab("Step", elem_id="tab-step") as tabs["step"]:
                     step_page(hub)
             with gr.Column(scale=6, min_width=330, elem_id="pool-panel"):
-                pool_view = PoolView(elem_id="pool")
-        pool = Viewer(EVERYWHERE, [pool_view], lambda picture: [pool_value(picture.snapshot, picture.names)])
+                pool_view = PoolView(past_of(hub), elem_id="pool")
+        pool = Viewer(
+            EVERYWHERE, [pool_view], lambda picture: [pool_value(picture.snapshot, picture.names, picture.steps)]
+        )
         Ticker(hub, [header, pool, tables, plots, *served], tabs, app)
         if welcome:
             greeter = Greeter(hub)
@@ -136,6 +141,16 @@ def _header(hub: Hub) -> Viewer:
         return [gauges_value(picture), gr.update(visible=hub.pacer.is_paused), name]
 
     return Viewer(EVERYWHERE, [gauges, banner, speed], values, is_small=True)
+
+
+def past_of(hub: Hub) -> Callable[[int], dict[str, Any] | None]:
+    """What the pool's scrubber asks for."""
+
+    def past(step: int) -> dict[str, Any] | None:
+        frame = hub.frames.frame(step) if isinstance(step, int) else None
+        return None if frame is None else past_value(frame, names_of(frame))
+
+    return past
 
 
 def _cancel_all_of(hub: Hub) -> Any:

@@ -8,11 +8,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from demo.generation import Sampling
-from demo.hub import Hub, Ticket, cancel, find_group
-from demo.limits import RefusedError
-from demo.prompts import render
-from demo.streams import TextStream, decode_reply, in_batches, in_thread
+from .generation import Sampling
+from .hub import Hub, Ticket, cancel, find_group
+from .limits import RefusedError
+from .prompts import render
+from .sentences import count
+from .streams import TextStream, decode_reply, in_batches, in_thread
 
 SHOW_SECONDS = 0.05  # at least, between two pieces of a reply on the way to the browser
 MOST_UPDATES = 60  # a second, of all replies together: each is some milliseconds' work
@@ -148,7 +149,7 @@ def describe(current: Reply, is_slow: bool = False) -> str:
     """What a reply took, in a line."""
     if current.finish_reason is None and not current.new_tokens:
         return f"{current.label}: {current.prompt_tokens:,} prompt tokens, waiting for a step"
-    parts = [_count(current.new_tokens, "token")]
+    parts = [count(current.new_tokens, "token")]
     if current.tokens_per_second is not None:
         parts.append(f"{current.tokens_per_second:,.0f} tokens/s" + " in slow motion" * is_slow)
     if current.seconds_to_first_token is not None:
@@ -167,10 +168,6 @@ def describe(current: Reply, is_slow: bool = False) -> str:
 def format_seconds(seconds: float) -> str:
     """`0.034` as `34 ms`, `2.5` as `2.5 s`."""
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def as_json(current: Reply) -> dict[str, Any]:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from demo.limits import RefusedError
-from demo.loading import LoadedModel
-from demo.run_record import Row, RunRecord
 from hf_paged.tools.report import KVUsage, format_bytes, stock_kv_usage
+
+from .limits import RefusedError
+from .loading import LoadedModel
+from .run_record import Row, RunRecord
 
 MOST_STOCK_TOKENS = 200_000  # rows times width of a stock batch that a visitor is made to wait for
 

@@ -11,16 +11,17 @@ from typing import Any
 
 import gradio as gr
 
-from demo.chat import as_json, reply
-from demo.compare import memory_maps
-from demo.generation import Sampling
-from demo.hub import Hub
-from demo.limits import RefusedError, check_number, check_whole_number
-from demo.pages.step import queue_requests, take_steps
-from demo.pressure import burst
-from demo.prompts import check_messages
-from demo.samples import beams, samples
-from demo.told import raised
+from .chat import as_json, reply
+from .compare import memory_maps
+from .generation import Sampling
+from .hub import Hub
+from .limits import RefusedError, check_number, check_whole_number
+from .pages.step import queue_requests, take_steps
+from .pages.viewer import owner_of
+from .pressure import burst
+from .prompts import check_messages
+from .samples import beams, samples
+from .told import raised
 
 
 def add_endpoints(hub: Hub) -> None:
@@ -44,7 +45,7 @@ def add_endpoints(hub: Hub) -> None:
         """Streams the reply to a message: its text and what it took, so far. `finish_reason` is set at the end."""
         sampling = Sampling.checked(limits, max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed)
         messages = [*check_messages(history), {"role": "user", "content": message}]
-        async with aclosing(reply(hub, _owner(request), messages, sampling)) as replies:
+        async with aclosing(reply(hub, owner_of(request), messages, sampling)) as replies:
             async for current in replies:
                 yield current.text, as_json(current)
 
@@ -58,7 +59,7 @@ def add_endpoints(hub: Hub) -> None:
     ) -> tuple[list[dict[str, str]], str, dict[str, Any]]:
         """Streams samples of one prompt: title, text and note of each; what sharing saved, in words and figures."""
         sampling = Sampling.checked(limits, max_new_tokens, temperature, seed=seed)
-        async with aclosing(samples(hub, _owner(request), prompt, _count(count), sampling)) as states:
+        async with aclosing(samples(hub, owner_of(request), prompt, _count(count), sampling)) as states:
             async for state in states:
                 yield [asdict(branch) for branch in state.branches], state.sharing, state.figures
 
@@ -71,7 +72,7 @@ def add_endpoints(hub: Hub) -> None:
         returned, its rank.
         """
         sampling = Sampling.checked(limits, max_new_tokens, 0.0)
-        async with aclosing(beams(hub, _owner(request), prompt, _count(count), sampling)) as states:
+        async with aclosing(beams(hub, owner_of(request), prompt, _count(count), sampling)) as states:
             async for state in states:
                 yield [asdict(branch) for branch in state.branches], state.nodes, state.sharing, state.figures
 
@@ -86,7 +87,7 @@ def add_endpoints(hub: Hub) -> None:
         """Streams a burst of the package's prompts: how it stands in a sentence, and each request's row."""
         sampling = Sampling.checked(limits, max_new_tokens, 0.8, 0.95, seed=seed)
         longest = check_whole_number("The longest prompt", longest_prompt, 2, limits.prompt_tokens)
-        states = burst(hub, _owner(request), _count(count), sampling, longest, ends_at_paragraph)
+        states = burst(hub, owner_of(request), _count(count), sampling, longest, ends_at_paragraph)
         async with aclosing(states):
             async for state in states:
                 yield state.describe(), [asdict(row) for row in state.rows]
@@ -98,7 +99,7 @@ def add_endpoints(hub: Hub) -> None:
         sampling = Sampling.checked(limits, max_new_tokens, 0.8, 0.95)
         longest = check_whole_number("The longest prompt", longest_prompt, 2, limits.prompt_tokens)
         record = None
-        async with aclosing(burst(hub, _owner(request), _count(count), sampling, longest)) as states:
+        async with aclosing(burst(hub, owner_of(request), _count(count), sampling, longest)) as states:
             async for state in states:
                 record = state.record
         if record is None:
@@ -107,7 +108,7 @@ def add_endpoints(hub: Hub) -> None:
 
     async def cancel(request: gr.Request) -> int:
         """Cancels all requests of this client's session, and returns how many."""
-        return hub.cancel(_owner(request))
+        return hub.cancel(owner_of(request))
 
     async def stats() -> dict[str, Any]:
         """The engine's gauges and counters."""
@@ -141,7 +142,7 @@ def add_endpoints(hub: Hub) -> None:
 
     async def queue_three(request: gr.Request) -> list[str]:
         """Submits three short requests and returns their labels: something for the step mode to do."""
-        return await asyncio.to_thread(queue_requests, hub, _owner(request))
+        return await asyncio.to_thread(queue_requests, hub, owner_of(request))
 
     add(chat, "chat")
     add(draw_samples, "samples")
@@ -157,10 +158,6 @@ def add_endpoints(hub: Hub) -> None:
     add(resume, "resume")
     add(step, "step")
     add(queue_three, "queue_three")
-
-
-def _owner(request: gr.Request) -> str:
-    return request.session_hash or "api"
 
 
 def _count(value: Any) -> int:

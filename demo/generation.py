@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from demo.limits import Limits, check_number, check_whole_number
-from demo.loading import LoadedModel
+from .limits import Limits, check_number, check_whole_number
+from .loading import LoadedModel
 
 MAX_SEED = 2**31 - 1
 

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 
 import hf_paged
-from demo.history import History, Sample
-from demo.limits import Limits, RefusedError, check_whole_number
-from demo.loading import LoadedModel
-from demo.pacing import Pacer
-from demo.stepping import Explanation, explain
-from demo.transcripts import Transcripts
 from hf_paged import EngineStats, Request
+
+from .frames import Frames
+from .history import History, Sample
+from .limits import Limits, RefusedError, check_whole_number
+from .loading import LoadedModel
+from .pacing import Pacer
+from .stepping import Explanation, explain
+from .transcripts import Transcripts
 
 SHOWN_EVENTS = 600  # before the last picture's newest
 STEP_EVENTS = 1500  # among which all those of a step are
@@ -55,6 +57,7 @@ class Picture:
         stats: `engine.stats()`.
         last: The newest sample of the history.
         names: What to call each sequence group.
+        steps: Of which there are frames.
         version: Rises when something has changed.
         taken: When, by `time.monotonic`.
     """
@@ -63,6 +66,7 @@ class Picture:
     stats: EngineStats
     last: Sample | None
     names: dict[int, str]
+    steps: list[int]
     version: int
     taken: float
 
@@ -81,6 +85,7 @@ class Hub:
         transcripts: Of the conversations.
         pacer: How fast it goes.
         history: The last minutes.
+        frames: The last steps of the engine as it is.
         is_fixed: The pool stays as it is: a server is on it, too.
         max_blocks: What the pool may grow to: its size at the start, or what is comfortable to look at.
     """
@@ -100,7 +105,7 @@ class Hub:
     def __post_init__(self) -> None:
         self.max_blocks = max(ALWAYS_ALLOWED_BLOCKS, int(self.settings["num_blocks"]))
         self._patch(self.settings)
-        self.pacer = Pacer(lambda: self.engine)
+        self.pacer = Pacer(lambda: self.engine, self.snapshot)
         self.history = History(self.stats)
         self._warm_up()
 
@@ -171,8 +176,11 @@ class Hub:
 
     def snapshot(self, since: int = 0) -> dict[str, Any]:
         """The engine's snapshot as of now; slow motion, which steps a paused engine, does not count as paused."""
+        frames, engine = self.frames, self.engine  # in the other order, the frames might be of a newer engine
         state = {"is_paused": self.pacer.is_paused, "steps_per_second": self.pacer.steps_per_second}
-        return self.engine.snapshot(max(0, since)) | state
+        snapshot = engine.snapshot(max(0, since)) | state
+        frames.see(snapshot)
+        return snapshot
 
     def picture(self) -> Picture:
         """A recent picture: viewers within a tick share one."""
@@ -186,7 +194,7 @@ class Hub:
             seen = (_without_events(snapshot), _newest_event(snapshot), stats, sample and sample.tokens_per_second)
             version = next(self._versions) if seen != self._seen else last.version if last else 0
             self._seen = seen
-            self._picture = Picture(snapshot, stats, sample, names_of(snapshot), version, now)
+            self._picture = Picture(snapshot, stats, sample, names_of(snapshot), self.frames.steps, version, now)
             return self._picture
 
     def step(self) -> Explanation | None:
@@ -242,6 +250,7 @@ class Hub:
 
     def _patch(self, settings: dict[str, Any]) -> None:
         self._engine: hf_paged.Engine = hf_paged.patch(self.loaded.model, **settings).paged
+        self.frames = Frames()
 
     def _cancel_and_wait(self) -> None:
         tickets = list(self.tickets.values())

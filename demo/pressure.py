@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from demo.generation import Sampling
-from demo.hub import Hub, Ticket, Watch, cancel, find_group
-from demo.limits import RefusedError
-from demo.prompts import choose_prompts, embedded_prompts, encode
-from demo.run_record import RunRecord
-from demo.streams import decode_reply, in_thread
 from hf_paged import Request, RequestOutput
+
+from .generation import Sampling
+from .hub import Hub, Ticket, Watch, cancel, find_group
+from .limits import RefusedError
+from .prompts import choose_prompts, embedded_prompts, encode
+from .run_record import RunRecord
+from .streams import decode_reply, in_thread
 
 WATCH_SECONDS = 0.04  # between two snapshots
 SHOW_SECONDS = 0.25  # between two updates of the page
@@ -149,8 +149,7 @@ async def _follow(hub: Hub, tickets: list[Ticket], sampling: Sampling) -> AsyncI
             if loop.time() - shown >= SHOW_SECONDS:
                 shown = loop.time()
                 yield Burst(watch.rows, shown - started)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(results), WATCH_SECONDS)
+            await asyncio.wait([results], timeout=WATCH_SECONDS)
     finally:
         results.cancel()
     state = Burst(watch.rows, loop.time() - started, is_done=True)

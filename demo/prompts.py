@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import hf_paged
-from demo.limits import RefusedError
-from demo.loading import LoadedModel
+
+from .limits import RefusedError
+from .loading import LoadedModel
 
 PROMPTS_FILE = Path(hf_paged.__file__).parent / "assets" / "prompts.jsonl"
 

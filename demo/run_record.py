@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from demo.hub import Hub, Ticket
-from demo.sharing import held_blocks
 from hf_paged import RequestOutput
+
+from .hub import Hub, Ticket
+from .sharing import held_blocks
 
 
 @dataclass(frozen=True)

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from demo.beams import BeamRecorder
-from demo.generation import Sampling
-from demo.hub import Hub, Ticket, Watch, cancel
-from demo.limits import RefusedError
-from demo.prompts import encode
-from demo.run_record import RunRecord
-from demo.sharing import SharingMeter
-from demo.streams import decode_reply, in_thread
+from .beams import BeamTree
+from .generation import Sampling
+from .hub import Hub, Ticket, cancel
+from .limits import RefusedError
+from .prompts import encode
+from .run_record import RunRecord
+from .sharing import SharingMeter
+from .streams import decode_reply, in_thread
 
-WATCH_SECONDS = 0.04  # between two snapshots
 SHOW_SECONDS = 0.2  # between two updates of the page
 
 
@@ -69,12 +68,12 @@ async def samples(hub: Hub, owner: str, prompt: str, count: int, sampling: Sampl
     if not sampling.temperature:
         raise RefusedError("At temperature 0 all samples are the same: choose one above 0.")
     arguments = sampling.arguments(hub.loaded) | {"num_return_sequences": count}
-    async for branches in _run(hub, owner, "samples", prompt, sampling, arguments, None):
+    async for branches in _run(hub, owner, "samples", prompt, sampling, arguments):
         yield branches
 
 
 async def beams(hub: Hub, owner: str, prompt: str, count: int, sampling: Sampling) -> AsyncIterator[Branches]:
-    """A beam search with `count` beams, all of which are returned; transformers' own search over the paged cache.
+    """A beam search of the engine's with `count` beams, all of which are returned.
 
     Raises:
         RefusedError: It is beyond a limit.
@@ -82,76 +81,81 @@ async def beams(hub: Hub, owner: str, prompt: str, count: int, sampling: Samplin
     hub.limits.check_sequences(count)
     if count < 2:
         raise RefusedError("A beam search needs at least 2 beams.")
-    hub.limits.check_text(prompt)
-    recorder = BeamRecorder(len(encode(hub.loaded, prompt)), hub.loaded.eos_token_ids)
-    arguments = replace(sampling, temperature=0.0).arguments(hub.loaded) | {
-        "num_beams": count,
-        "num_return_sequences": count,
-        "logits_processor": [recorder],
-    }
-    async for branches in _run(hub, owner, "beams", prompt, sampling, arguments, recorder):
+    counts = {"num_beams": count, "num_return_sequences": count}
+    arguments = replace(sampling, temperature=0.0).arguments(hub.loaded) | counts
+    async for branches in _run(hub, owner, "beams", prompt, sampling, arguments):
         yield branches
 
 
 async def _run(
-    hub: Hub,
-    owner: str,
-    kind: str,
-    prompt: str,
-    sampling: Sampling,
-    arguments: dict[str, Any],
-    recorder: BeamRecorder | None,
+    hub: Hub, owner: str, kind: str, prompt: str, sampling: Sampling, arguments: dict[str, Any]
 ) -> AsyncIterator[Branches]:
     hub.limits.check_text(prompt)
     prompt_ids = await asyncio.to_thread(encode, hub.loaded, prompt)
-    ticket = await in_thread(lambda: hub.submit(kind, owner, prompt_ids, seed=sampling.seed, **arguments), cancel)
-    meter, record = SharingMeter(ticket.label), RunRecord.begin(hub, [ticket], sampling.max_new_tokens)
-    view = _View(hub, ticket, arguments["num_return_sequences"], recorder, meter)
-    loop, done = asyncio.get_running_loop(), asyncio.Event()
-    ticket.request.on_done(lambda: _tell(loop, done))
+    steps: deque[dict[str, Any]] = deque()  # snapshots that were not looked at yet
+    await in_thread(lambda: hub.pacer.attend(steps.append), lambda _: hub.pacer.leave(steps.append))
     try:
-        look, shown = Watch(hub).look, 0.0
-        while not done.is_set():
-            snapshot = look()
-            meter.see(snapshot)
-            record.see(snapshot)
-            if loop.time() - shown >= SHOW_SECONDS:
-                shown = loop.time()
+        ticket = await in_thread(lambda: hub.submit(kind, owner, prompt_ids, seed=sampling.seed, **arguments), cancel)
+        view = _View(hub, ticket, arguments, RunRecord.begin(hub, [ticket], sampling.max_new_tokens))
+        result = asyncio.gather(ticket.request, return_exceptions=True)
+        try:
+            while not result.done():
+                view.see(steps)
                 yield view.running()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(done.wait(), WATCH_SECONDS)
-        meter.see(look())  # its last events
-        output = ticket.request.result(0)
-        record.end([output])
-        yield view.finished(output, None if output.finish_reason == "cancelled" else record)
+                await asyncio.wait([result], timeout=SHOW_SECONDS)
+        finally:
+            ticket.request.cancel()
     finally:
-        ticket.request.cancel()
+        await asyncio.to_thread(hub.pacer.leave, steps.append)
+    view.see(steps)
+    output = ticket.request.result(0)
+    if view.tree is not None:
+        await _score(hub, prompt_ids, view.tree, output.sequences)
+    yield view.finished(output)
 
 
-def _tell(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-    with suppress(RuntimeError):  # the loop was closed: nothing waits any more
-        loop.call_soon_threadsafe(event.set)
+async def _score(hub: Hub, prompt_ids: list[int], tree: BeamTree, returned: list[list[int]]) -> None:
+    """Asks the engine how likely the tokens of a finished search are: it keeps no scores of beams on the host."""
+    tree.add(returned)
+    branches = tree.branches()
+    requests = [
+        hub.engine.submit_score(
+            [*prompt_ids, *path], first=len(prompt_ids) + shared, request_id=f"{tree.label}-score-{number}"
+        )
+        for number, (path, shared) in enumerate(branches)
+    ]
+    hub.pacer.wake()
+    outputs = await asyncio.gather(*requests)
+    tree.score(branches, ([token.logprob for token in output.prompt_logprobs or []] for output in outputs))
 
 
 class _View:
     """A request with several sequences as `Branches`."""
 
-    def __init__(
-        self, hub: Hub, ticket: Ticket, count: int, recorder: BeamRecorder | None, meter: SharingMeter
-    ) -> None:
+    def __init__(self, hub: Hub, ticket: Ticket, arguments: dict[str, Any], record: RunRecord) -> None:
         self._hub = hub
         self._ticket = ticket
-        self._count = count
-        self._recorder = recorder
-        self._meter = meter
+        self._count = arguments["num_return_sequences"]
+        self._meter = SharingMeter(ticket.label)
+        self._record = record
         self._bytes_per_block = hub.engine.bytes_per_block
+        self.tree = BeamTree(ticket.label) if arguments["num_beams"] > 1 else None
+
+    def see(self, steps: deque[dict[str, Any]]) -> None:
+        """Takes the snapshots after the next steps, out of their queue."""
+        while steps:
+            snapshot = steps.popleft()
+            self._meter.see(snapshot)
+            self._record.see(snapshot)
+            if self.tree is not None:
+                self.tree.see(snapshot)
 
     def running(self) -> Branches:
         """As far as it is."""
-        if self._recorder is not None:
+        if self.tree is not None:
             branches = [
-                Branch(f"beam {rank}", self._text(tokens), f"log-probability {score:.2f}")
-                for rank, (tokens, score) in enumerate(self._recorder.beams(), start=1)
+                Branch(f"sequence {number}", self._text(list(path)), "one of the beams")
+                for number, path in self.tree.alive.items()
             ]
         else:
             samples: list[list[int]] = [[] for _ in range(self._count)]
@@ -163,15 +167,17 @@ class _View:
             ]
         return Branches(self._ticket.label, branches, self._sharing(), self._nodes())
 
-    def finished(self, output: Any, record: RunRecord | None) -> Branches:
+    def finished(self, output: Any) -> Branches:
         """What it returned."""
+        self._record.end([output])
+        record = None if output.finish_reason == "cancelled" else self._record
         reasons = output.finish_reasons or [output.finish_reason] * len(output.sequences)
         branches = []
         for number, (tokens, reason) in enumerate(zip(output.sequences, reasons, strict=True)):
             note = f"{len(tokens)} tokens · {reason}"
             if output.scores is not None:
                 note += f" · score {output.scores[number]:.3f}"
-            title = f"{'beam' if self._recorder is not None else 'sample'} {number + 1}"
+            title = f"{'sample' if self.tree is None else 'beam'} {number + 1}"
             branches.append(Branch(title, self._text(tokens), note))
         nodes = self._nodes(output.sequences if output.scores is not None else ())
         return Branches(self._ticket.label, branches, self._sharing(), nodes, record, True, self._figures())
@@ -180,9 +186,7 @@ class _View:
         return decode_reply(self._hub.loaded.tokenizer, self._ticket.request.prompt_token_ids, tokens)
 
     def _nodes(self, returned: Any = ()) -> list[dict[str, Any]]:
-        if self._recorder is None:
-            return []
-        return self._recorder.nodes(self._hub.loaded.tokenizer.decode, returned)
+        return [] if self.tree is None else self.tree.nodes(self._hub.loaded.tokenizer.decode, returned)
 
     def _sharing(self) -> str:
         return self._meter.describe(self._bytes_per_block)

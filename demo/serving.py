@@ -7,9 +7,10 @@ import socket
 import gradio as gr
 import uvicorn
 
-from demo.app import APPEARANCE, build_app
-from demo.hub import Hub
 from hf_paged.server import create_app, limited_protocol
+
+from .app import APPEARANCE, build_app
+from .hub import Hub
 
 PORTS = range(7860, 7960)  # one of them, where none is asked for
 

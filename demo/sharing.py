@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from demo.hub import find_group
 from hf_paged.tools.report import format_bytes
+
+from .hub import find_group
 
 
 @dataclass(frozen=True)

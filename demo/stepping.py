@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from demo.sentences import count as _count
-from demo.sentences import name_blocks as _blocks
+from .sentences import count as _count
+from .sentences import name_blocks as _blocks
 
 MOST_NAMED = 8  # requests that are told of one by one; the others are counted
 Event = dict[str, Any]

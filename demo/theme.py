@@ -15,7 +15,11 @@ CSS = """
 #paused { align-items: center; padding: 8px 14px; border: 2px solid #b45309; border-radius: 10px; }
 #paused p { margin: 0; font-weight: 600; }
 .gradio-container { overflow: clip !important; } /* as it clips, nothing in it would stick */
-#pool-panel { position: sticky; top: 8px; align-self: flex-start; max-height: calc(100vh - 16px); overflow-y: auto; }
+#guide-look p { margin: 0; max-width: 110ch; }
+#pool-panel {
+  position: sticky; top: 8px; align-self: flex-start; max-height: calc(100vh - 16px); padding-right: 2px;
+  overflow-y: auto;
+}
 
 /* A reply keeps its line breaks; what it took stands below it in small print, and is nothing to click on. */
 #chat .message-content .md { white-space: pre-wrap; overflow-wrap: anywhere; }
@@ -32,8 +36,12 @@ CSS = """
 /* All three beside each other, where there is room at all. */
 #memory-maps .kv-maps { grid-template-columns: repeat(auto-fit, minmax(min(200px, 100%), 1fr)); }
 
+/* Above the controls, and before one's eyes while one scrolls through them. */
 @media (max-width: 900px) {
-  #pool-panel { position: static; max-height: none; }
+  #pool-panel {
+    order: -1; top: 0; z-index: 45; max-height: 42vh; padding: 8px 0; background: var(--body-background-fill);
+    border-bottom: 1px solid var(--border-color-primary);
+  }
 }
 
 @media (max-width: 640px) {
@@ -70,7 +78,7 @@ def make_theme() -> gr.themes.Base:
         button_primary_background_fill="#1d4ed8",
         button_primary_background_fill_dark="#2f6bf0",
         button_primary_background_fill_hover="#1e40af",
-        button_primary_background_fill_hover_dark="#4f83f5",
+        button_primary_background_fill_hover_dark="#1d4ed8",
         button_primary_text_color="#ffffff",
         button_primary_text_color_dark="#ffffff",
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import gradio as gr
 
-from demo.limits import RefusedError
+from .limits import RefusedError
 
 logger = logging.getLogger("demo")
 SHOWN_SECONDS = 12.0

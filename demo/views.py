@@ -11,52 +11,61 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
 
-from demo.sentences import describe_event
+from .sentences import describe_event
 
 STATIC = Path(__file__).parent / "static"
 MAX_EVENTS = 300  # sent at once; the browser picks those it hasn't shown
 MAX_STEPS = 60  # among the events: the most frequent kind, and the least telling
+MAX_HAPPENED = 40  # events of one step
 MAX_LABEL = 60  # characters
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 # ---------------------------------------------------------------------------------------------------------- components
 
 
-def PoolView(**kwargs: Any) -> gr.HTML:
-    """Every block a cell. Its value is made by `pool_value`."""
-    return _view("pool", ["cells.js", "grid.js", "pool.js"], kwargs)
+def PoolView(past: Callable[[int], dict[str, Any] | None], **kwargs: Any) -> gr.HTML:
+    """Every block a cell, and a scrubber over the last steps. Its value is made by `pool_value`; the browser calls
+    `past` for the `past_value` after a step.
+    """
+    return view("pool", ["cells.js", "grid.js"], {"server_functions": [past]} | kwargs)
 
 
 def BlockTables(**kwargs: Any) -> gr.HTML:
     """Each request's logical and physical blocks, and the queues. Its value is made by `tables_value`."""
-    return _view("tables", ["tables.js"], kwargs)
+    return view("tables", [], kwargs)
 
 
 def EventLog(**kwargs: Any) -> gr.HTML:
     """What happened, newest first. Its value is made by `events_value`."""
-    return _view("events", ["events.js"], kwargs)
+    return view("events", [], kwargs)
 
 
 def BeamTree(**kwargs: Any) -> gr.HTML:
     """A beam search from left to right. Its value is made by `beam_tree_value`."""
-    return _view("beams", ["tree.js", "beams.js"], kwargs)
+    return view("beams", ["tree.js"], kwargs)
 
 
 def MemoryMaps(**kwargs: Any) -> gr.HTML:
     """Reserved and used memory of several runs, to one scale. Its value is made by `memory_maps_value`."""
-    return _view("memory", ["memory.js"], kwargs)
+    return view("memory", [], kwargs)
 
 
-def _view(name: str, scripts: Sequence[str], kwargs: Mapping[str, Any]) -> gr.HTML:
-    """A component whose markup doesn't depend on its value: Gradio never builds it anew, the script updates it."""
-    script = "\n".join((STATIC / file).read_text(encoding="utf-8") for file in ("shared.js", *scripts))
-    style = "\n".join((STATIC / file).read_text(encoding="utf-8") for file in ("shared.css", f"{name}.css"))
+def view(name: str, scripts: Sequence[str], kwargs: Mapping[str, Any]) -> gr.HTML:
+    """A component whose markup doesn't depend on its value: Gradio never builds it anew, the script updates it.
+
+    Args:
+        name: Of its script and its style.
+        scripts: Others that come before.
+        kwargs: Of the component.
+    """
+    script = "\n".join(map(_read, ("shared.js", *scripts, f"{name}.js")))
+    style = "\n".join(map(_read, ("shared.css", f"{name}.css")))
     return gr.HTML(
         **{"elem_classes": ["kv-html"], "show_label": False} | kwargs,
         html_template=f'<div class="kv-view kv-view-{name}"></div>',
@@ -66,15 +75,20 @@ def _view(name: str, scripts: Sequence[str], kwargs: Mapping[str, Any]) -> gr.HT
     )
 
 
+def _read(file: str) -> str:
+    return (STATIC / file).read_text(encoding="utf-8")
+
+
 # -------------------------------------------------------------------------------------------------------------- values
 
 
-def pool_value(snapshot: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
+def pool_value(snapshot: Mapping[str, Any], names: Mapping[int, str], steps: Sequence[int] = ()) -> dict[str, Any]:
     """What `PoolView` draws.
 
     Args:
         snapshot: `engine.snapshot()`.
         names: What to call each sequence group, by id.
+        steps: Those that can be gone back to, oldest first.
 
     Returns:
         Sizes; `refs`: a character a block, "." free, "," free and cached, the ref count in base 36, "+" for more;
@@ -88,6 +102,7 @@ def pool_value(snapshot: Mapping[str, Any], names: Mapping[int, str]) -> dict[st
         "bytes_per_block": snapshot.get("bytes_per_block", 0),
         "num_steps": snapshot.get("num_steps", 0),
         "is_paused": snapshot.get("is_paused", False),
+        "steps": encode_blocks(steps),
         "refs": "".join(map(_ref_character, snapshot["blocks"])),
         "hashes": _encode_hashes(snapshot.get("hashes", [])),
         "groups": _dump(
@@ -108,6 +123,13 @@ def pool_value(snapshot: Mapping[str, Any], names: Mapping[int, str]) -> dict[st
             for group in snapshot["groups"]
         ),
     }
+
+
+def past_value(snapshot: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
+    """What `PoolView` draws of a step that is over: the pool after it, and what happened, a sentence an event."""
+    tell = _teller(snapshot, names)
+    events = [event for event in snapshot["events"] if event["kind"] != "step"][:MAX_HAPPENED]
+    return pool_value(snapshot, names) | {"happened": [tell(event) for event in events]}
 
 
 def tables_value(snapshot: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
@@ -146,7 +168,7 @@ def tables_value(snapshot: Mapping[str, Any], names: Mapping[int, str]) -> dict[
 
 def events_value(snapshot: Mapping[str, Any], names: Mapping[int, str], limit: int = MAX_EVENTS) -> dict[str, Any]:
     """What `EventLog` draws: the newest events, oldest first, as JSON: `[id, kind, group, step, time, sentence]`."""
-    num_sequences = {group["id"]: len(group["sequences"]) for group in snapshot["groups"]}
+    tell = _teller(snapshot, names)
     chosen: list[list[Any]] = []
     num_steps = 0
     for event in reversed(snapshot["events"]):
@@ -156,19 +178,29 @@ def events_value(snapshot: Mapping[str, Any], names: Mapping[int, str], limit: i
                 continue
         if len(chosen) == limit:
             break
+        when = [event["step"], round(event["time"], 1)]
+        chosen.append([event["id"], event["kind"], event.get("group"), *when, tell(event)])
+    return {"events": _dump(chosen[::-1])}
+
+
+def _teller(snapshot: Mapping[str, Any], names: Mapping[int, str]) -> Callable[[Mapping[str, Any]], str]:
+    """What makes a sentence of an event of a snapshot."""
+    num_sequences = {group["id"]: len(group["sequences"]) for group in snapshot["groups"]}
+
+    def tell(event: Mapping[str, Any]) -> str:
         group = event.get("group")
         who = "" if group is None else _label(group, names, event.get("request_id"))
-        sentence = describe_event(event, who, num_sequences.get(group, 1) > 1)
-        chosen.append([event["id"], event["kind"], group, event["step"], round(event["time"], 1), sentence])
-    return {"events": _dump(chosen[::-1])}
+        return describe_event(event, who, num_sequences.get(group, 1) > 1)
+
+    return tell
 
 
 def beam_tree_value(nodes: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """What `BeamTree` draws: nodes as `[id, parent, token, score, step, rank]`.
 
     Args:
-        nodes: Of each hypothesis `id`, `parent` (an id or `None`), `token` (text), `score` (sum of log-probabilities),
-            `step`, and `rank` (from 1, of a returned beam's last token; else `None`).
+        nodes: Of each hypothesis `id`, `parent` (an id or `None`), `token` (text), `score` (sum of log-probabilities;
+            `None`: not known yet), `step`, and `rank` (from 1, of a returned beam's last token; else `None`).
 
     Raises:
         ValueError: A parent doesn't exist, or an id exists twice.
@@ -257,5 +289,5 @@ def _label(group: int, names: Mapping[int, str], request_id: str | None) -> str:
     return clean_text(names.get(group) or request_id or f"request {group}")
 
 
-def _finite(score: float) -> float | None:
-    return float(score) if math.isfinite(score) else None
+def _finite(score: float | None) -> float | None:
+    return float(score) if score is not None and math.isfinite(score) else None

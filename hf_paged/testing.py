@@ -4,7 +4,7 @@ A batch of another shape rounds differently. Where two candidates are nearly tie
 everything behind it is another text. `compare_generations` tells such a divergence from a fault. The judge is stock:
 one plain forward over each finished text (teacher forcing, no cache), the logits processors that `generate()` itself
 prepares, and for sampling the very noise that the seed gives. It goes on behind a row's first divergence, along that
-row's own text, so that no fault hides behind a near tie, and it tries itself on the expected tokens first.
+row's own text, so that no fault hides behind a near tie, and it tries itself on the expected tokens first::
 
     report = compare_generations(model, input_ids, expected, actual, attention_mask=mask, max_new_tokens=64)
     assert report, report

@@ -4,9 +4,10 @@ A step's products read all weights once and compute 2 FLOP a weight and token, w
 each row's keys and values, and computes for prompts; both one after another, as `roofline.py` has it. Of a card's sheet
 a step is taken to reach 80 % of the bandwidth and half of the arithmetic. Swaps and copies come on top.
 
-Sources: NVIDIA's data sheets of the A100 (40 GB PCIe: 1,555 GB/s, 312 TFLOP/s in fp16) and the H100 SXM (3,350 GB/s,
-989 TFLOP/s); the configs of facebook/opt-13b, huggyllama/llama-13b and meta-llama/Llama-3.1-8B; the PagedAttention
-paper, table 1: 12 GB of an A100-40GB are left for the keys and values of a 13B model, 15.7K slots.
+Sources: NVIDIA's data sheets of the A100 (40 GB PCIe: 1,555 GB/s, 312 TFLOP/s in fp16), the H100 SXM (3,350 GB/s,
+989 TFLOP/s) and the A10G (24 GB: 600 GB/s, 70 TFLOP/s); the configs of facebook/opt-13b, huggyllama/llama-7b and -13b,
+and meta-llama/Llama-3.1-8B; the PagedAttention paper, table 1: 12 GB of an A100-40GB are left for the keys and values
+of a 13B model, 15.7K slots. Of an A10G, 6 GiB are taken to be left beside the 13.2 GB of LLaMA-7B.
 """
 
 from __future__ import annotations
@@ -92,8 +93,10 @@ class Model:
 
 A100 = Card("A100-40GB", 1.555e12, 312e12, 24e9)
 H100 = Card("H100-80GB", 3.35e12, 989e12, 48e9)
+A10G = Card("A10G-24GB", 0.6e12, 70e12, 24e9)
 OPT_13B = Model("OPT-13B", 40, 5120, 5120, 20480, 2, 50272)
 LLAMA_13B = Model("LLaMA-13B", 40, 5120, 5120, 13824, 3, 32000)
+LLAMA_7B = Model("LLaMA-7B", 32, 4096, 4096, 11008, 3, 32000)
 LLAMA_8B = Model("Llama-3.1-8B", 32, 4096, 1024, 14336, 3, 128256)
 
 
@@ -149,4 +152,5 @@ class Setup:
 
 PAPER = Setup(Roofline(OPT_13B, A100), 15_700)
 LLAMA_PAPER = Setup(Roofline(LLAMA_13B, A100), 15_700)
+SMALL = Setup(Roofline(LLAMA_7B, A10G), 12_288)  # 6 GiB
 MODERN = Setup(Roofline(LLAMA_8B, H100), 393_216, 8192)  # 48 GiB

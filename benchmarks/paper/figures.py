@@ -17,7 +17,7 @@ from typing import Any
 from workload import draw_requests
 
 from paper import policies
-from paper.costs import A100, LLAMA_PAPER, MODERN, OPT_13B, PAPER, Roofline, Setup
+from paper.costs import A100, LLAMA_PAPER, MODERN, OPT_13B, PAPER, SMALL, Roofline, Setup
 from paper.policies import System
 from paper.simulator import Settings, rounded, run
 
@@ -211,10 +211,13 @@ def figure_19(times: float, seed: int) -> dict[str, Any]:
     return {"milliseconds": alone, "normalized_latency": whole}
 
 
-def _orca(start: float) -> tuple[Curve, ...]:
-    """Ours and Orca's; each begins where it is still idle."""
-    starts = (policies.PAGED, start), (policies.ORACLE, start), (policies.POW2, start / 2), (policies.MAX, start / 4)
+def _lines(*starts: tuple[System, float]) -> tuple[Curve, ...]:
+    """A curve for each system, from a rate on at which it is still idle."""
     return tuple(Curve(system, rate) for system, rate in starts)
+
+
+def _orca(start: float) -> tuple[Curve, ...]:
+    return _lines(*zip(policies.SYSTEMS, (start, start, start / 2, start / 4)))  # not the last, FasterTransformer
 
 
 def _several(width: int, is_beams: bool) -> Sweep:
@@ -225,8 +228,14 @@ def _several(width: int, is_beams: bool) -> Sweep:
 
 def _prefix(tokens: int, shots: str) -> Sweep:
     settings = Settings(prefix=tokens, caches_prefixes=True)
-    curves = (Curve(policies.PAGED, 8.0), Curve(policies.ORACLE, 4.0))
+    curves = _lines((policies.PAGED, 8.0), (policies.ORACLE, 4.0))
     return Sweep(f"{shots}, prefix of {tokens} tokens", "translation", curves, 40, 1.2, settings, LLAMA_PAPER)
+
+
+def _rivals(title: str, setup: Setup, start: float) -> Sweep:
+    continuous = (policies.PAGED, start), (policies.FIRST_FIT, start), (policies.LIMITED, start / 2)
+    static = (policies.STATIC, start / 20), (policies.HF, start / 20)
+    return Sweep(title, "sharegpt", _lines(*continuous, *static), 300, setup=setup)
 
 
 SWEEPS: dict[str, tuple[Sweep, ...]] = {
@@ -241,21 +250,20 @@ SWEEPS: dict[str, tuple[Sweep, ...]] = {
         Sweep(
             "ShareGPT lengths",
             "sharegpt",
-            (
-                Curve(policies.PAGED, 1.0),
-                Curve(policies.ORACLE, 1.0),
-                Curve(policies.MAX, 0.4),
-                Curve(policies.STATIC, 0.1),
-            ),
+            _lines((policies.PAGED, 1.0), (policies.ORACLE, 1.0), (policies.MAX, 0.4), (policies.STATIC, 0.1)),
             120,
             1.5,
         ),
+    ),
+    "more_rivals": (
+        _rivals("LLaMA-13B on an A100", LLAMA_PAPER, 1.0),
+        _rivals("LLaMA-7B on an A10G", SMALL, 0.8),
     ),
     "more_h100": (
         Sweep(
             "Llama-3.1-8B on an H100, ShareGPT lengths",
             "sharegpt",
-            (Curve(policies.PAGED, 20.0), Curve(policies.ORACLE, 20.0), Curve(policies.MAX, 5.0)),
+            _lines((policies.PAGED, 20.0), (policies.ORACLE, 20.0), (policies.MAX, 5.0)),
             20,
             1.6,
             Settings(max_num_seqs=1024),

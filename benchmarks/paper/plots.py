@@ -9,7 +9,7 @@ from typing import Any
 
 from hf_paged import needs
 from paper.figures import CEILING, OURS, SWEEPS
-from paper.policies import FIRST_FIT, SHORTEST, SYSTEMS
+from paper.policies import FIRST_FIT, HF, LIMITED, SHORTEST, SYSTEMS
 
 with needs("hf-paged[bench]"):
     import matplotlib
@@ -18,7 +18,7 @@ with needs("hf-paged[bench]"):
     from matplotlib import pyplot
     from PIL import Image
 
-COLORS = {system.name: system.color for system in (*SYSTEMS, FIRST_FIT, SHORTEST)}
+COLORS = {system.name: system.color for system in (*SYSTEMS, FIRST_FIT, HF, LIMITED, SHORTEST)}
 PARTS = {"stored": "tokens", "future": "reserved, to come", "internal": "never used", "external": "between runs"}
 PART_COLORS = ("#0b6e4f", "#9ec9b5", "#e0913a", "#c9c9c9")
 STYLE = {

@@ -3,7 +3,9 @@
 All run on the same scheduler, tables and costs. *Orca* reserves a contiguous run for each sequence when it is let in,
 for the model's context (Max), the prompt and the next power of two of the output (Pow2), or just what it will need
 (Oracle, which no real system knows). *FasterTransformer* does so too, for the context, and lets requests in a batch at
-a time: nothing joins until all of it is done.
+a time: nothing joins until all of it is done. So does a loop around *transformers*' `generate()`, whose batch is as
+large as it fits when padded to its longest prompt and output. *Limited* reserves the prompt and the `max_new_tokens`
+that all clients give, as the first continuous batching over contiguous caches did (TGI in 2023).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from hf_paged.core.sequence import SequenceGroup
 
 Lengths = Callable[[int], tuple[int, int]]  # of a sequence: its prompt's, and its output's
 Make = Callable[[BlockManager, Lengths, int], FCFS]  # the last is the model's context
+LIMIT = 1024  # `max_new_tokens` of every client; the longest answer of ShareGPT's lengths has 792 tokens
 
 
 class Allocator(Protocol):
@@ -169,19 +172,27 @@ class Static(Reserved):
         return spare
 
 
-class ShortestFirst(FCFS):
-    """The request of the fewest tokens, prompt and output, comes first, were its length known."""
+class Padded(Static):
+    """Batches at request level, as many as fit when all rows are as long as the longest prompt and output together."""
 
-    def __init__(self, num_blocks: int, lengths: Lengths) -> None:
-        super().__init__(num_blocks)
+    def __init__(self, manager: BlockManager, allocator: Allocator, lengths: Lengths) -> None:
+        super().__init__(manager, allocator, lambda seq_id: sum(lengths(seq_id)))
         self._lengths = lengths
-        self._known: dict[int, int] = {}
+
+    def spare(self, group: SequenceGroup, num_blocks: int, is_alone: bool, is_forced: bool) -> int | None:
+        members = [group] if is_alone else [*self.batch, group]
+        rows = [self._lengths(sequence.seq_id) for member in members for sequence in member.sequences]
+        longest = max(prompt for prompt, _ in rows) + max(output for _, output in rows)
+        if len(rows) > 1 and len(rows) * -(-longest // self._manager.block_size) > num_blocks:
+            return None
+        return super().spare(group, num_blocks, is_alone, is_forced)
+
+
+class ShortestFirst(FCFS):
+    """The request of the fewest tokens, prompt and output, comes first, were its length known; long ones may starve."""
 
     def order(self, group: SequenceGroup) -> tuple[int, ...]:
-        # Known once and for all: an order must not change while its sequences end.
-        if group.arrival not in self._known and group.sequences:
-            self._known[group.arrival] = sum(self._lengths(group.sequences[0].seq_id))
-        return group.priority, self._known.get(group.arrival, 0), group.arrival
+        return group.priority, group.max_tokens, group.arrival
 
 
 @dataclass(frozen=True)
@@ -194,6 +205,7 @@ class System:
         policy: Of tables, lengths and the model's context.
         shares: Whether sequences share blocks: forks, copy-on-write, prefixes.
         is_static: Whether batches stay as they are, padded.
+        copies_cache: Whether a step copies the cache to one that is a token longer.
         most_branches: Of a request that run together, the others after them; 0: all.
     """
 
@@ -202,6 +214,7 @@ class System:
     policy: Make
     shares: bool = False
     is_static: bool = False
+    copies_cache: bool = False
     most_branches: int = 0
 
 
@@ -226,20 +239,28 @@ def exact(prompt: int, output: int, _context: int) -> int:
     return prompt + output
 
 
+def limited(prompt: int, output: int, context: int) -> int:
+    return max(prompt + output, min(prompt + LIMIT, context))
+
+
 PAGED = System("hf_paged", "#0b6e4f", lambda manager, lengths, context: FCFS(), shares=True)
 ORACLE = System("Orca (Oracle)", "#4c78a8", _reserved(Reserved, exact, Buddy))
-POW2 = System(
-    "Orca (Pow2)",
-    "#e0913a",
-    _reserved(Reserved, power_of_two, Buddy),
-)
+POW2 = System("Orca (Pow2)", "#e0913a", _reserved(Reserved, power_of_two, Buddy))
 MAX = System("Orca (Max)", "#c44e52", _reserved(Reserved, whole_context, Buddy))
 STATIC = System("FasterTransformer", "#7b5ea7", _reserved(Static, whole_context, Buddy), is_static=True)
+HF = System(
+    "transformers",
+    "#b07aa1",
+    lambda manager, lengths, context: Padded(manager, FirstFit(manager.pool.num_blocks), lengths),
+    is_static=True,
+    copies_cache=True,
+)
+LIMITED = System("max_new_tokens reserved", "#9c755f", _reserved(Reserved, limited, FirstFit))
 FIRST_FIT = System("Oracle, first fit", "#8aa9c8", _reserved(Reserved, exact, FirstFit))
 SHORTEST = System(
     "hf_paged, shortest first",
     "#5fb49c",
-    lambda manager, lengths, context: ShortestFirst(manager.pool.num_blocks, lengths),
+    lambda manager, lengths, context: ShortestFirst(),
     shares=True,
 )
 CAPPED = tuple(

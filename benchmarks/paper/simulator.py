@@ -194,7 +194,8 @@ class Simulation:
     def branch(self, request: Request, ids: list[int], width: int, is_marked: bool, first: float = 0.0) -> None:
         """Queues a request, or what is left of it: so many branches as may run together."""
         count = min(width, self.system.most_branches or width)
-        group = self.scheduler.new_group(int(self.settings.favours_marked and not is_marked))
+        priority = int(self.settings.favours_marked and not is_marked)
+        group = self.scheduler.new_group(priority, max_tokens=request.num_total)
         rest, shares = width - count, self.system.shares
         self.jobs[group.arrival] = Job(request, count - 1, is_marked, rest, ids.copy() if rest else [], first)
         for index in range(1 if shares else count):
@@ -227,7 +228,8 @@ class Simulation:
             self.padded = longest
             return Work(prompt=rows * longest, kv=rows * longest, pairs=rows * longest * (longest + 1) // 2)
         self.padded += 1
-        return Work(decodes=rows, kv=rows * self.padded)
+        copied = rows * self.padded if self.system.copies_cache else 0
+        return Work(decodes=rows, kv=rows * self.padded, copied=copied)
 
     def _copied(self, work: Work, batch: Batch) -> Work:
         """Without sharing a prompt is computed once and copied, and so is the output of a beam that another takes."""

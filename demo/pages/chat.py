@@ -11,13 +11,13 @@ from typing import Any
 
 import gradio as gr
 
-from demo.chat import describe, reply
-from demo.generation import MAX_SEED, Sampling
-from demo.hub import Hub, cancel
-from demo.limits import RefusedError
-from demo.pages.viewer import quietly
-from demo.prompts import openings
-from demo.told import told
+from ..chat import describe, reply
+from ..generation import MAX_SEED, Sampling
+from ..hub import Hub, cancel
+from ..limits import RefusedError
+from ..prompts import openings
+from ..told import told
+from .viewer import owner_of, quietly
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ FOLLOW = """() => requestAnimationFrame(() => {
 })"""
 
 
-def chat_page(hub: Hub) -> None:
-    """Builds the tab."""
+def chat_page(hub: Hub) -> gr.Textbox:
+    """Builds the tab, and returns the box in which a message is written."""
     loaded = hub.loaded
     hint = "Say something" if loaded.has_chat_template else "Begin a story"
     chatbot = gr.Chatbot(
@@ -104,6 +104,7 @@ def chat_page(hub: Hub) -> None:
     chatbot.undo(page.undo, [conversation, message], [chatbot, conversation, message], **quietly())
     chatbot.clear(page.clear, None, conversation, **quietly(queue=False))
     stop.click(page.stop, None, None, **quietly(queue=False))
+    return message
 
 
 def at_rest() -> list[Any]:
@@ -177,10 +178,10 @@ class _ChatHandlers:
         return [as_shown(before), before, gr.skip() if typed.strip() else message]
 
     def stop(self, request: gr.Request) -> None:
-        self._hub.cancel(owner=_owner(request), kind="chat")
+        self._hub.cancel(owner=owner_of(request), kind="chat")
 
     def clear(self, request: gr.Request) -> Conversation:
-        tickets = self._hub.of(_owner(request), "chat")
+        tickets = self._hub.of(owner_of(request), "chat")
         self._unwanted.update(ticket.label for ticket in tickets)
         cancel(*tickets)
         return []
@@ -188,7 +189,7 @@ class _ChatHandlers:
     async def _stream(
         self, request: gr.Request, before: Conversation, message: str, settings: tuple[Any, ...]
     ) -> AsyncIterator[list[Any]]:
-        hub, owner = self._hub, _owner(request)
+        hub, owner = self._hub, owner_of(request)
         if hub.of(owner, "chat"):
             raise RefusedError("A reply is still running in this tab: stop it first, or open another tab.")
         sampling = Sampling.checked(hub.limits, *settings)
@@ -239,7 +240,3 @@ def before_last_question(conversation: Conversation) -> tuple[Conversation, str]
 
 def _as_messages(conversation: Conversation) -> list[dict[str, str]]:
     return [{"role": message.role, "content": message.content} for message in conversation]
-
-
-def _owner(request: gr.Request) -> str:
-    return request.session_hash or "api"

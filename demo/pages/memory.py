@@ -9,20 +9,22 @@ from typing import Any
 
 import gradio as gr
 
-from demo.compare import MemoryMap, memory_maps
-from demo.generation import Sampling
-from demo.hub import Hub
-from demo.limits import RefusedError
-from demo.pages.viewer import quietly
-from demo.panels import Notes, Table, notes_value, table_value
-from demo.pressure import burst
-from demo.run_record import RunRecord
-from demo.told import told
-from demo.views import MemoryMaps, memory_maps_value
 from hf_paged.tools.report import format_bytes
 
-COLUMNS = ("", "KV memory", "holds tokens", "empty", "Waste")
+from ..compare import MemoryMap, memory_maps
+from ..generation import Sampling
+from ..hub import Hub
+from ..limits import RefusedError
+from ..panels import Notes, Table, notes_value, table_value
+from ..pressure import burst
+from ..run_record import RunRecord
+from ..told import told
+from ..views import MemoryMaps, memory_maps_value
+from .viewer import owner_of, quietly
+
+COLUMNS = ("Way", "KV memory", "holds tokens", "empty", "Waste")
 NUMBERS = (1, 2, 3, 4)
+NOTHING = (table_value(), memory_maps_value([]))  # in place of what was measured before
 EMPTY = "Run some prompts and see what each way to keep their keys and values would have held."
 
 
@@ -50,10 +52,10 @@ def memory_page(hub: Hub, last_run: gr.State) -> None:
     async def on_run(request: gr.Request, count: float, new_tokens: float, longest: float) -> AsyncIterator[list[Any]]:
         sampling = Sampling.checked(hub.limits, new_tokens, 0.8, 0.95)
         record = None
-        async with aclosing(burst(hub, request.session_hash or "api", int(count), sampling, int(longest))) as states:
+        async with aclosing(burst(hub, owner_of(request), int(count), sampling, int(longest))) as states:
             async for state in states:
                 record = state.record
-                yield [_note(f"Running: {state.describe()}"), gr.skip(), gr.skip(), gr.skip()]
+                yield [_note(f"Running: {state.describe()}"), *NOTHING, gr.skip()]
         if record is None:
             raise RefusedError("The run was stopped: there is nothing to compare.")
         async for update in _compare(hub, record):
@@ -76,8 +78,7 @@ def memory_page(hub: Hub, last_run: gr.State) -> None:
 async def _compare(hub: Hub, record: RunRecord) -> AsyncIterator[list[Any]]:
     yield [
         _note(f"{record.title}: stock transformers runs the same prompts now, to be measured."),
-        gr.skip(),
-        gr.skip(),
+        *NOTHING,
     ]
     found = await asyncio.to_thread(memory_maps, hub.loaded, record)
     rows = [[each.name, each.name, *_figures(each)] for each in found]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gradio as gr
 
-from demo.pages.viewer import Viewer
-from demo.views import BlockTables, EventLog, events_value, tables_value
+from ..views import BlockTables, EventLog, events_value, tables_value
+from .viewer import Viewer
 
 
 def pool_page(tab: str) -> Viewer:

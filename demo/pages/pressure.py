@@ -9,16 +9,16 @@ from typing import Any
 
 import gradio as gr
 
-from demo.generation import Sampling
-from demo.hub import PREEMPTIONS, Hub
-from demo.pages.viewer import quietly
-from demo.panels import Notes, Table, notes_value, table_value
-from demo.pressure import Burst, burst
-from demo.told import told
+from ..generation import Sampling
+from ..hub import PREEMPTIONS, Hub
+from ..panels import Notes, Table, notes_value, table_value
+from ..pressure import Burst, burst
+from ..told import told
+from .viewer import owner_of, quietly
 
 COLUMNS = ("Request", "State", "Prompt tokens", "New tokens", "Swapped", "Recomputed", "Reply")
 NUMBERS = (2, 3, 4, 5)
-EMPTY = "Make the pool small, then fire: requests wait, lose their blocks to others, come back, and all are answered."
+EMPTY = "Fire more than the pool has room for: requests wait, lose blocks to others, come back, and all are answered."
 
 
 def pressure_page(hub: Hub, last_run: gr.State) -> None:
@@ -37,7 +37,7 @@ def pressure_page(hub: Hub, last_run: gr.State) -> None:
             step=1,
             label="Blocks in the pool",
             info=f"of {settings['block_size']} tokens; "
-            + ("it is the server's, and stays" if hub.is_fixed else "the pool of all visitors changes"),
+            + ("the server's, which stays" if hub.is_fixed else "the pool of all visitors changes"),
             interactive=not hub.is_fixed,
             elem_id="pressure-blocks",
             min_width=220,
@@ -52,13 +52,15 @@ def pressure_page(hub: Hub, last_run: gr.State) -> None:
             min_width=220,
         )
     with gr.Row():
-        count = gr.Slider(1, min(48, hub.limits.requests), 24, step=1, label="Requests", min_width=160)
+        # Where the pool can't be made small, the burst is made large.
+        most, most_new = hub.limits.requests, hub.limits.new_tokens
+        count = gr.Slider(1, most, most if hub.is_fixed else min(24, most), step=1, label="Requests", min_width=160)
         new_tokens = gr.Slider(
-            8, hub.limits.new_tokens, min(64, hub.limits.new_tokens), step=1, label="New tokens", min_width=160
+            8, most_new, min(128 if hub.is_fixed else 64, most_new), step=1, label="New tokens", min_width=160
         )
-        longest = gr.Slider(8, 1000, 120, step=1, label="Longest prompt", min_width=160)
+        longest = gr.Slider(8, 1000, 1000 if hub.is_fixed else 120, step=1, label="Longest prompt", min_width=160)
     with gr.Row():
-        paragraph = gr.Checkbox(True, label="Replies end with their paragraph", min_width=220)
+        paragraph = gr.Checkbox(not hub.is_fixed, label="Replies end with their paragraph", min_width=220)
         cancel = gr.Checkbox(
             False,
             label="Cancel what runs, if the pool has to change",
@@ -88,10 +90,13 @@ def pressure_page(hub: Hub, last_run: gr.State) -> None:
         paragraph: bool,
     ) -> AsyncIterator[list[Any]]:
         sampling = Sampling.checked(hub.limits, new_tokens, 0.8, 0.95)
+        yield [gr.skip(), table_value(), *[gr.skip()] * 5]  # the burst before
         await asyncio.to_thread(hub.resize, blocks, preemption, cancel)
-        async with aclosing(burst(hub, _owner(request), int(count), sampling, int(longest), paragraph)) as states:
+        async with aclosing(burst(hub, owner_of(request), int(count), sampling, int(longest), paragraph)) as states:
             async for state in states:
-                yield [*_shown(state), state.record or gr.skip(), *_buttons(True)]
+                room = sum(row.prompt_tokens + sampling.max_new_tokens for row in state.rows)
+                needs = f"Prompts and longest replies are {room:,} tokens; the pool holds {hub.pool_tokens:,}."
+                yield [*_shown(state, needs), state.record or gr.skip(), *_buttons(True)]
 
     @told
     async def on_resize(blocks: float, preemption: str, cancel: bool) -> dict[str, Any]:
@@ -105,7 +110,7 @@ def pressure_page(hub: Hub, last_run: gr.State) -> None:
         return [notes_value([(sentence, sentence, [])]), blocks, preemption]
 
     def on_stop(request: gr.Request) -> None:
-        hub.cancel(_owner(request), "burst")
+        hub.cancel(owner_of(request), "burst")
 
     fire.click(
         on_fire,
@@ -118,9 +123,8 @@ def pressure_page(hub: Hub, last_run: gr.State) -> None:
     stop.click(on_stop, **quietly(queue=False))
 
 
-def _shown(state: Burst) -> list[dict[str, Any]]:
+def _shown(state: Burst, needs: str) -> list[dict[str, Any]]:
     sentence = state.describe()
-    details = [] if state.is_done else ["It runs; the pool is beside it."]
     rows = [
         [
             row.label,
@@ -134,13 +138,9 @@ def _shown(state: Burst) -> list[dict[str, Any]]:
         ]
         for row in state.rows
     ]
-    return [notes_value([(sentence, sentence, details)]), table_value(COLUMNS, rows, NUMBERS)]
+    return [notes_value([(sentence, sentence, [needs])]), table_value(COLUMNS, rows, NUMBERS)]
 
 
 def _buttons(is_running: bool) -> list[Any]:
     """Those that begin something, and the one that stops it."""
     return [*(gr.Button(interactive=not is_running) for _ in range(3)), gr.Button(interactive=is_running)]
-
-
-def _owner(request: gr.Request) -> str:
-    return request.session_hash or "api"

@@ -9,14 +9,19 @@ from typing import Any
 import gradio as gr
 import pandas as pd
 
-from demo.pages.viewer import quietly
-from demo.replays import OURS, Replay
-from demo.told import told
+from ..replays import OURS, Replay
+from ..told import told
+from .viewer import quietly
 
 FRAMES, FRAME_SECONDS = 24, 0.4
 AFTER = 1.25  # the replay goes on for a quarter of the time that it took the other to saturate
+OTHER = "the one chosen above"  # a plot learns the names from what it shows first
 COLORS = ("#009e73", "#d55e00")  # ours, the other's
-PLOTS = {"running": "requests in the batch", "waiting": "requests waiting", "tokens": "% of the pool that holds tokens"}
+PLOTS = {
+    "running": "requests in the batch",
+    "waiting": "requests waiting",
+    "tokens": "share of the pool with tokens",
+}
 
 
 def replay_panel(replay: Replay) -> None:
@@ -62,7 +67,7 @@ def frames(replay: Replay, other: str, point: int) -> list[pd.DataFrame]:
         made.append(
             pd.DataFrame(
                 [
-                    (at, system if system == OURS else "the other", factor * value)
+                    (at, system if system == OURS else OTHER, factor * value)
                     for system in (OURS, other)
                     for at, value in zip(replay.times[: point + 1], replay.series(system, name))
                 ],
@@ -79,8 +84,10 @@ def _plot(replay: Replay, name: str, title: str) -> gr.LinePlot:
         x="seconds",
         y=title,
         color="system",
-        color_map=dict(zip((OURS, "the other"), COLORS)),
+        color_map=dict(zip((OURS, OTHER), COLORS)),
         title=title.capitalize(),
+        y_title="% of its tokens" if name == "tokens" else "requests",
+        color_title=" ",
         height=240,
         x_lim=[0, replay.times[-1]],
         min_width=240,

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
-from demo.pages.viewer import Viewer
-from demo.panels import Table, table_value
+from ..panels import Table, table_value
+from .viewer import Viewer
 
 if TYPE_CHECKING:  # an extra of its own
     from hf_paged.server import RequestTable, ServedRequest
@@ -30,13 +30,15 @@ def requests_page(table: RequestTable, address: str, tab: str) -> Viewer:
         f"OpenAI's interface is at `{address}`, over the model and the pool of this page: its requests share steps and "
         "blocks with those made here. Neither prompts nor texts are shown."
     )
-    rows = Table(elem_id="requests-table", value=requests_value([]))
-    return Viewer(tab, [rows], lambda _: [requests_value(table.rows()[:SHOWN])], is_small=True)
+    rows = Table(elem_id="requests-table", value=requests_value([], address))
+    return Viewer(tab, [rows], lambda _: [requests_value(table.rows()[:SHOWN], address)], is_small=True)
 
 
-def requests_value(rows: Iterable[ServedRequest]) -> dict[str, Any]:
-    """What the table shows."""
-    return table_value(COLUMNS, (_cells(row) for row in rows), NUMBERS)
+def requests_value(rows: Iterable[ServedRequest], address: str) -> dict[str, Any]:
+    """What the table shows; without requests, how to send one."""
+    body = '{"prompt": "The old king of", "max_tokens": 100, "stream": true}'
+    line = f"curl -N {address}/completions -H 'Content-Type: application/json' -d '{body}'"
+    return table_value(COLUMNS, (_cells(row) for row in rows), NUMBERS, empty=line)
 
 
 def _cells(row: ServedRequest) -> list[Any]:

@@ -8,15 +8,15 @@ from typing import Any
 
 import gradio as gr
 
-from demo.generation import Sampling
-from demo.hub import Hub
-from demo.pages.chat import at_rest, seed_control
-from demo.pages.viewer import quietly
-from demo.panels import Cards, Notes, cards_value, notes_value
-from demo.prompts import embedded_prompts
-from demo.samples import Branches, beams, samples
-from demo.told import told
-from demo.views import BeamTree, beam_tree_value
+from ..generation import Sampling
+from ..hub import Hub
+from ..panels import Cards, Notes, cards_value, notes_value
+from ..prompts import embedded_prompts
+from ..samples import Branches, beams, samples
+from ..told import told
+from ..views import BeamTree, beam_tree_value
+from .chat import at_rest, seed_control
+from .viewer import owner_of, quietly
 
 SAMPLES, BEAMS = "Samples", "Beams"
 EMPTY = "Run it: the sequences share the blocks of their prompt, and copy a block only when they write into it."
@@ -60,7 +60,7 @@ def samples_page(hub: Hub, last_run: gr.State) -> None:
     ) -> AsyncIterator[list[Any]]:
         sampling = Sampling.checked(hub.limits, new_tokens, temperature, seed=seed)
         search = samples if kind == SAMPLES else beams
-        async with aclosing(search(hub, request.session_hash or "api", prompt, int(count), sampling)) as states:
+        async with aclosing(search(hub, owner_of(request), prompt, int(count), sampling)) as states:
             async for state in states:
                 yield [
                     notes_value(_notes(state)),
@@ -72,8 +72,8 @@ def samples_page(hub: Hub, last_run: gr.State) -> None:
                 ]
 
     def on_stop(request: gr.Request) -> None:
-        hub.cancel(request.session_hash or "api", "samples")
-        hub.cancel(request.session_hash or "api", "beams")
+        hub.cancel(owner_of(request), "samples")
+        hub.cancel(owner_of(request), "beams")
 
     run.click(
         on_run,

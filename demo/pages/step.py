@@ -7,14 +7,14 @@ from typing import Any
 
 import gradio as gr
 
-from demo.generation import Sampling
-from demo.hub import Hub
-from demo.limits import RefusedError
-from demo.pages.viewer import quietly
-from demo.panels import Notes, notes_value
-from demo.prompts import encode, openings
-from demo.stepping import Explanation
-from demo.told import told
+from ..generation import Sampling
+from ..hub import Hub
+from ..limits import RefusedError
+from ..panels import Notes, notes_value
+from ..prompts import encode, openings
+from ..stepping import Explanation
+from ..told import told
+from .viewer import owner_of, quietly
 
 MOST_SHOWN = 40
 EMPTY = "Pause the engine, queue some requests (here, or on any tab), and let it make one step at a time."
@@ -46,7 +46,7 @@ def step_page(hub: Hub) -> None:
 
     @told
     async def on_queue(request: gr.Request) -> dict[str, Any]:
-        labels = await asyncio.to_thread(queue_requests, hub, request.session_hash or "api")
+        labels = await asyncio.to_thread(queue_requests, hub, owner_of(request))
         sentence = f"{', '.join(labels[:-1])} and {labels[-1]} are queued."
         return notes_value([(sentence, sentence, ["Nothing is computed before the next step."] * hub.pacer.is_paused)])
 

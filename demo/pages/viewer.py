@@ -8,7 +8,7 @@ from typing import Any
 
 import gradio as gr
 
-from demo.hub import Hub, Picture
+from ..hub import Hub, Picture
 
 TICK_SECONDS = 0.25
 EVERYWHERE = ""  # as the tab of a viewer
@@ -47,6 +47,11 @@ class Viewer:
 def quietly(**more: Any) -> dict[str, Any]:
     """Arguments of an event of the page's own: no overlay while it runs, and not among the API's endpoints."""
     return {"show_progress": "hidden", "api_visibility": "private"} | more
+
+
+def owner_of(request: gr.Request) -> str:
+    """Whose request a click, or a call of the API, makes."""
+    return request.session_hash or "api"
 
 
 class Ticker:

@@ -33,22 +33,26 @@ function shortened(token) {
 }
 
 function formatScore(score) {
-  return score === null ? "−∞" : score.toFixed(2).replace("-", "−");
+  return score === null ? "" : score.toFixed(2).replace("-", "−");
+}
+
+function tellScore(node, length) {
+  if (node.score === null) return "How likely it is, is asked when the search is done.";
+  const own = node.score - (node.parent?.score ?? 0);
+  return `Sum of log-probabilities ${formatScore(node.score)} (${formatScore(node.score / length)} a token), this token ${formatScore(own)}.`;
 }
 
 /** What is told of a node: the text so far, its score, and what the last token added. */
 function tell(node) {
   if (!node) return told.replaceChildren(el("span", { class: "kv-quiet" }, "Point at a token, or use the arrow keys: the whole text so far."));
   const path = pathTo(node);
-  const own = node.parent ? node.score - node.parent.score : node.score;
   const fate = node.rank === null ? { kept: "part of a returned beam", alive: "still searched", dead: "given up" }[node.fate] : `returned, rank ${node.rank}`;
   told.replaceChildren(
     el("q", {}, path.map(({ token }) => token).join("")),
     el(
       "div",
       { class: "kv-quiet kv-number" },
-      `Step ${node.step}, ${fate}. Sum of log-probabilities ${formatScore(node.score)} ` +
-        `(${formatScore(node.score === null ? null : node.score / path.length)} a token), this token ${formatScore(node.score === null ? null : own)}.`,
+      `Step ${node.step}, ${fate}. ${tellScore(node, path.length)}`,
     ),
   );
 }

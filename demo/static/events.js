@@ -26,7 +26,7 @@ let lastId = -1;
 let lastTime = 0;
 let held = null; // events that came while the list is held
 
-const list = el("ol", { class: "kv-log", role: "log", "aria-live": "off", "aria-label": "Events, newest first", tabindex: 0 });
+const list = el("ol", { class: "kv-log", "aria-label": "Events, newest first", tabindex: 0 });
 const empty = el("div", { class: "kv-empty" }, "Nothing has happened yet.");
 const none = el("div", { class: "kv-empty", hidden: true }, "Every kind that has happened is switched off above.");
 

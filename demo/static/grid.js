@@ -12,12 +12,12 @@ function columnsIn(width, pitch) {
 
 /** The largest cells with which `total` of them fit into a width and a height. */
 function layOut(total, width, { maxHeight, maxPitch, hasNumbers }) {
-  for (let pitch = maxPitch; ; pitch -= 1) {
+  for (let pitch = maxPitch(); ; pitch -= 1) {
     const isNumbered = hasNumbers && pitch >= 9 && pitch < NUMBERED_CELL && width > 480;
     const margin = isNumbered ? 10 + 7 * String(Math.max(total - 1, 0)).length : 0;
     const columns = columnsIn(width - margin, pitch);
     const rows = Math.max(1, Math.ceil(total / columns));
-    if (rows * pitch <= maxHeight || pitch <= 6) return { pitch, columns, rows, margin, isNumbered };
+    if (rows * pitch <= maxHeight() || pitch <= 6) return { pitch, columns, rows, margin, isNumbered };
   }
 }
 
@@ -196,6 +196,9 @@ function makeGrid({ name, cellOf, describe, pick, ...limits }) {
     node: el("div", {}, node, spoken),
     /** As it was last laid out: asking the element would lay out the page. */
     width: () => width,
+    /** The side of a cell, with the gap behind it. */
+    pitch: () => shape?.pitch ?? limits.maxPitch(),
+    drawAll,
     /** How many blocks there are. True when that was news, and all were drawn. */
     resize(newTotal) {
       if (newTotal === total) return false;

@@ -50,7 +50,7 @@ function makePanel(map, most, lineHeight) {
   const node = el(
     "section",
     { class: "kv-panel" },
-    el("h4", {}, map.name),
+    el("h2", {}, map.name),
     el("div", { class: "kv-waste" }, el("b", { class: "kv-number" }, formatPercent(map.waste)), " wasted"),
     frame,
     el("div", { class: "kv-number" }, map.summary),

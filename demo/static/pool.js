@@ -1,8 +1,7 @@
 // The pool: every block a cell, the CPU swap space below it, the requests that own them.
 "use strict";
 
-const SWAP_ROWS = 2;
-const SWAP_PITCH = 14;
+const SWAP_ROWS = 1;
 
 /** What a value says of each block: `holders[block]` is a list of `[group, sequence, position]`. */
 function readPool(value) {
@@ -121,6 +120,7 @@ const legend = {
 let pool = null;
 let cells = [];
 let swapCells = [];
+let swapSize = ""; // of its cells, and of the whole
 
 const pickOwner = (holders) => {
   const groups = [...new Set((holders || []).map(([group]) => group.id))];
@@ -131,8 +131,8 @@ const pickOwner = (holders) => {
 
 const grid = makeGrid({
   name: "Blocks of the KV pool. Arrow keys walk through them, Enter shows one request alone, Escape all.",
-  maxHeight: 400,
-  maxPitch: 42,
+  maxHeight: () => Math.min(400, innerWidth > 900 ? Infinity : 0.3 * innerHeight), // beside the controls, or above
+  maxPitch: () => 42,
   hasNumbers: true,
   cellOf: (block) => cells[block],
   describe: (block) => poolLines(pool, block),
@@ -140,26 +140,34 @@ const grid = makeGrid({
 });
 const swapGrid = makeGrid({
   name: "Blocks of the CPU swap space",
-  maxHeight: 120,
-  maxPitch: SWAP_PITCH,
-  hasNumbers: false,
+  maxHeight: () => Infinity,
+  maxPitch: () => grid.pitch(), // a block is as large here as there
+  hasNumbers: true,
   cellOf: (block) => swapCells[block],
   describe: (block) => swapLines(pool, block),
   pick: (block) => pickOwner(pool.swapHolders[block]),
 });
 
 const facts = el("div", { class: "kv-quiet kv-number kv-facts" });
-const paused = el("span", { class: "kv-paused", hidden: true }, "⏸ paused");
+const paused = el("span", { class: "kv-paused", hidden: true }, "‖ paused");
 const swapTitle = el("div", { class: "kv-quiet kv-number kv-swap-title" });
 const swapBox = el("div", { class: "kv-swap" }, swapTitle, swapGrid.node);
 const owners = el("div", { class: "kv-owners", role: "group", "aria-label": "Requests in the pool" });
 const empty = el("div", { class: "kv-empty" }, "The pool is made with the first request.");
+
+// The scrubber: the last steps, one after the other. At its end the pool is shown as it is.
+const scrubber = el("input", { type: "range", min: 0, max: 0, value: 0, class: "kv-scrubber", "aria-label": "Step that is shown", input: () => scrub() });
+const live = el("button", { type: "button", class: "kv-live", disabled: true, click: () => goLive() }, "live");
+const when = el("span", { class: "kv-number" });
+const happened = el("ul", { class: "kv-happened kv-quiet", hidden: true, tabindex: 0, "aria-label": "What happened in this step" });
+const timeline = el("div", { class: "kv-timeline" }, el("div", { class: "kv-timeline-row" }, when, scrubber, live), happened);
 const body = el(
   "div",
   { hidden: true },
   el("div", { class: "kv-pool-head" }, el("ul", { class: "kv-legend" }, ...Object.values(legend).map(({ node }) => node)), paused),
   facts,
   grid.node,
+  timeline,
   swapBox,
   owners,
 );
@@ -203,11 +211,15 @@ function showSwap() {
   if (!total) return;
   setText(swapTitle, `CPU swap space: ${NUMBER.format(pool.numSwapped)} of ${count(total, "block")} in use`);
   // Usually nearly empty and as large as the pool: the first rows, and as many more as were ever used.
-  const leastShown = SWAP_ROWS * columnsIn(swapGrid.width(), SWAP_PITCH);
-  const shown = Math.min(total, Math.max(swapCells.length, leastShown, pool.swapHolders.length));
+  const size = `${grid.pitch()} ${total}`;
+  const leastShown = SWAP_ROWS * columnsIn(swapGrid.width(), grid.pitch());
+  const mostUsed = size === swapSize ? swapCells.length : 0;
+  const shown = Math.min(total, Math.max(mostUsed, leastShown, pool.swapHolders.length));
   const before = swapCells;
   swapCells = Array.from({ length: shown }, (_, block) => poolCell(pool, block, "swapped"));
   show(swapGrid, before, swapCells);
+  if (size !== swapSize) swapGrid.drawAll();
+  swapSize = size;
 }
 
 function showCounts() {
@@ -222,7 +234,7 @@ function showCounts() {
   setText(facts, `${count(pool.num_blocks, "block")} of ${pool.block_size} tokens${size}${whole}. Step ${NUMBER.format(pool.num_steps)}.`);
 }
 
-drawEach((value) => {
+function draw(value) {
   const start = performance.now();
   setHidden(empty, Boolean(value?.num_blocks));
   setHidden(body, !value?.num_blocks);
@@ -237,6 +249,58 @@ drawEach((value) => {
   showOwners(pool.groups);
   if (selected() !== null && !pool.byId.has(selected())) select(selected());
   VIEW.kvDrawMs = performance.now() - start;
+}
+
+// -------------------------------------------------------------------------------------------------------- the last steps
+
+let latest = null; // the pool as it is
+let steps = []; // those that can be gone back to
+let shown = null; // the step that is shown; null: the latest
+let isAsking = false;
+
+function showTime() {
+  scrubber.max = Math.max(0, steps.length - 1);
+  scrubber.value = shown === null ? scrubber.max : Math.max(0, steps.findIndex((step) => step >= shown));
+  scrubber.disabled = steps.length < 2;
+  const step = `step ${NUMBER.format(shown ?? latest?.num_steps ?? 0)}`;
+  setText(when, shown === null ? step : `as of ${step}`);
+  scrubber.setAttribute("aria-valuetext", shown === null ? `${step}, live` : step);
+  live.disabled = shown === null;
+  VIEW.classList.toggle("kv-is-past", shown !== null);
+}
+
+function goLive() {
+  shown = null;
+  setHidden(happened, true);
+  showTime();
+  draw(latest);
+}
+
+/** Asks for the step under the thumb; while an answer is on its way, only the newest wish is kept. */
+async function scrub() {
+  const index = Number(scrubber.value);
+  if (index >= steps.length - 1) return goLive();
+  shown = steps[index];
+  showTime();
+  if (isAsking) return;
+  isAsking = true;
+  let asked = null;
+  while (shown !== null && shown !== asked) {
+    asked = shown;
+    const past = await server.past(asked);
+    if (shown === null || !past) continue; // gone meanwhile, or too long ago
+    draw(past);
+    happened.replaceChildren(...(past.happened.length ? past.happened : ["No block changed hands."]).map((line) => el("li", {}, line)));
+    setHidden(happened, false);
+  }
+  isAsking = false;
+}
+
+drawEach((value) => {
+  latest = value;
+  steps = decodeBlocks(value?.steps);
+  showTime();
+  if (shown === null) draw(value);
 });
 
 onSelect(() => pool && showOwners(pool.groups));

@@ -26,7 +26,7 @@ function makeQueue([name, title, hint]) {
     setText(number, NUMBER.format(groups.length));
     show(groups);
   };
-  return { node: el("section", { class: "kv-queue", title: hint }, el("h4", {}, number, ` ${title}`), list), update };
+  return { node: el("section", { class: "kv-queue", title: hint }, el("h2", {}, number, ` ${title}`), list), update };
 }
 
 // --------------------------------------------------------------------------------------------------------- one sequence

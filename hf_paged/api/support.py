@@ -51,15 +51,15 @@ class SupportReport:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The tokens that each layer keeps; `None`: all. Empty if not supported."""
+        """How many tokens each layer keeps, or `None` of one that keeps all. Empty if not supported."""
         layers = () if self.traits is None else self.traits.layers
         return tuple(None if layer is None else layer.window for layer in layers)
 
     @property
     def layout(self) -> str:
-        """How forwards run: "packed" (real tokens side by side, attention straight over the pool), "padded" (rows of
-        one width, the model's own attention over keys gathered from it), "alone" (the same, a call at a time) or
-        "stock" (calls run stock `generate()`, and nothing over the pool). Empty if not supported.
+        """How forwards run. "packed" is real tokens side by side, and attention straight over the pool; "padded" is
+        rows of one width, and the model's own attention over keys gathered from the pool; "alone" is the same, a call
+        at a time; under "stock" calls run stock `generate()`. Empty if not supported.
         """
         if self.traits is None:
             return ""

@@ -22,7 +22,7 @@ attention_backends: dict[str, Any] = {"auto": None}
 
 _CHOICES: Mapping[str, Collection[str]] = {
     "preemption": ("auto", "recompute", "swap"),
-    "kv_cache_dtype": ("auto", "fp8_e4m3", "fp8_e5m2"),
+    "kv_cache_dtype": ("auto", "fp8", "fp8_e4m3", "fp8_e5m2"),
     "attention_backend": attention_backends,
 }
 # Settings that are gone, and what to do instead. A release later their names are as unknown as any other.
@@ -66,9 +66,9 @@ class PagedConfig:
             `"swap"` moves it to CPU memory as long as that has room, `"auto"` takes for each what measured faster.
         swap_space_gib: CPU memory for swapped blocks, in GiB, taken at the first swap; never more than the pool itself.
             `None`: 4, or none under `preemption="recompute"`.
-        kv_cache_dtype: Element type of the pool; `"auto"` is the model's own. `"fp8_e4m3"` and `"fp8_e5m2"` hold twice
-            the tokens of a half-precision pool and round each number to 3 or 2 bits behind the leading one: tokens then
-            differ from stock `generate()`.
+        kv_cache_dtype: Element type of the pool; `"auto"` is the model's own. `"fp8_e4m3"` (also `"fp8"`) and
+            `"fp8_e5m2"` hold twice the tokens of a half-precision pool and round each number to 3 or 2 bits behind the
+            leading one: tokens then differ from stock `generate()`.
         attention_backend: `"torch"` (plain torch, vectorised), `"triton"` (kernels for NVIDIA GPUs from compute
             capability 8.0 on, and ROCm), `"cpu"` (kernels in C, compiled within a second at first use, which needs a C
             compiler), another one that was registered, or `"auto"`: those the device can run, else torch.

@@ -35,19 +35,19 @@ class Policy(Protocol):
             is_forced: Nothing will run otherwise.
 
         Returns:
-            Blocks to be left free beside those that it takes for its tokens so far; `None`: not now, which is no
-            answer for one that is alone.
+            Blocks to be left free beside those that it takes for its tokens so far, or `None` for "not now", which is
+            no answer for a group that is alone.
         """
 
     def blocks(self, requests: Sequence[tuple[int, int]]) -> list[int] | None:
-        """Which free blocks sequences get that grow.
+        """Which free blocks growing sequences get.
 
         Args:
             requests: Sequences, and by how many tokens.
 
         Returns:
-            The blocks in the order of the requests, each sequence's by position, group of layers by group of layers;
-            `None`: as the pool has them.
+            The blocks in the order of the requests, each sequence's by position, group of layers by group of layers, or
+            `None` to take them as the pool has them.
         """
 
     def victim(self, groups: Sequence[SequenceGroup]) -> SequenceGroup | None:

@@ -42,25 +42,21 @@ from hf_paged.sampling.logprobs import LogprobsWanted, ScoresWanted, TokenLogpro
 class Engine(Lasting):
     """The paged side of one patched model: `model.paged`.
 
-    One loop runs the steps, in which rows of all callers meet: those the engine samples itself (`submit`, most
-    `generate()` calls), and forwards that transformers' own loops make on their callers' threads. Processors, criteria
-    and streamers of the caller's own never run in it.
+    One loop runs the steps, in which rows of all callers meet: those the engine samples itself (`submit`, most calls
+    of `model.generate()`), and forwards that transformers' own loops make on their callers' threads. Processors,
+    criteria and streamers of the caller's own never run in it.
 
     Attributes:
         config: The settings.
         traits: What `is_supported` found out about the model's architecture.
-        core: The state. This and the next three are the package's own: they may change in any release.
-        store: What a `PagedCache` asks for.
-        forwards: Forwards that callers make.
-        calls: How calls begin.
-        room: Where they wait for that.
     """
 
-    core: EngineCore
-    store: RowStore | RemoteRows
-    forwards: CallerForwards
-    calls: Calls
-    room: Room
+    # The package's own; they may change in any release.
+    core: EngineCore  # the state
+    store: RowStore | RemoteRows  # what a `PagedCache` asks for
+    forwards: CallerForwards  # that callers make
+    calls: Calls  # how they begin
+    room: Room  # where they wait for that
 
     def __init__(
         self,
@@ -147,7 +143,7 @@ class Engine(Lasting):
 
         Args:
             input_ids: Token ids: a list, or a 1-D tensor or array, or one of `[1, L]`.
-            generation_config: As in `generate()`.
+            generation_config: As in `model.generate()`.
             request_id: Any name not in use by an unfinished request; `None`: one is made.
             priority: The lower, the earlier; first come, first served within a priority.
             cache_salt: A string, integer or bytes: requests share cached prefixes only with requests of the same salt,
@@ -156,20 +152,20 @@ class Engine(Lasting):
             logprobs: Say of each token how likely it was, and so many of the likeliest in its place (0: none of those).
             logprobs_mode: `"raw"`: log-softmax, in float32, of the model's logits; `"processed"`: of what sampling drew
                 from, behind all processors (not of beams, assisted decoding and processors of your own).
-            seed: Draw as `generate()` does after `torch.manual_seed(seed)`; the global generator is left alone then.
+            seed: Draw as `model.generate()` does after `torch.manual_seed(seed)`, and leave the global generator alone.
             presence_penalty: Taken off the logit of each token that was generated before.
             frequency_penalty: The same, as often as it was. Both before temperature and the like.
             logit_bias: Added to logits, by token id; as early.
             grammar: What the text is to follow, of a `GrammarCompiler`: tokens that it forbids are masked before all of
                 these (not of beams, assisted decoding and processors of your own). The text ends with it.
-            **generate_kwargs: Everything else that `generate()` takes (`pixel_values` and other inputs of the prompt,
-                too), but `streamer` (iterate the request instead), `inputs_embeds`, and per-step outputs.
+            **generate_kwargs: Everything else that `model.generate()` takes (also `pixel_values` and other inputs of
+                the prompt), but `streamer` (iterate the request instead), `inputs_embeds`, and per-step outputs.
 
-        Sampling draws as `generate()` would from the state of torch's global generator at this moment; after a
+        Sampling draws as `model.generate()` would from the state of torch's global generator at this moment; after a
         sampling request the global generator is reseeded from itself, so that the next one draws other numbers.
 
         Raises:
-            ValueError: What `generate()` would raise for these arguments; a batch; a prompt that could never fit.
+            ValueError: What `model.generate()` would raise for these arguments; a batch; a prompt that could never fit.
             RuntimeError: The model was unpatched, as in all that runs steps.
             QueueFullError: `max_waiting` requests are waiting.
         """
@@ -272,7 +268,7 @@ class Engine(Lasting):
 
     @property
     def is_handing_out(self) -> bool:
-        """Whether a step's tokens are on their way to their requests: what listens may wait for `on_step`."""
+        """Whether a step's tokens are on their way to their requests; a listener of these may wait for `on_step`."""
         return self.core.executor.is_handing_out
 
     def on_step(self, listener: Callable[[], None]) -> Callable[[], None]:
@@ -292,7 +288,7 @@ class Engine(Lasting):
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block: keys and values of `block_size` tokens in all layers."""
+        """Bytes of one block, the keys and values of `block_size` tokens in all layers."""
         return self.core.pool.bytes_per_block
 
     @property
@@ -302,7 +298,7 @@ class Engine(Lasting):
 
     @property
     def num_waiting(self) -> int:
-        """Requests that hold no blocks: not started yet, or preempted."""
+        """Requests that hold no blocks, not started yet or preempted."""
         return self.room.num_waiting
 
     @deferred_interrupt()
@@ -328,12 +324,12 @@ class Engine(Lasting):
             since: Only events with an id above this one: a program that looks again gives the last id it has seen.
 
         Returns:
-            `num_blocks` (0 before the pool's first use), `block_size`, `bytes_per_block` (keys and values of the layers
-            of a group: all layers, where none has a window; 0 when the model is gone), `num_swap_blocks`;
-            `is_paused`, `num_steps`; `blocks`: ref count of each one, -1 for a free one that is cached; `hashes`: the
-            first 8 hex digits of each one's content hash, or "".
+            The pool's `num_blocks` (0 before its first use), `block_size`, `bytes_per_block` (keys and values of the
+            layers of a group, which is all layers where none has a window; 0 when the model is gone) and
+            `num_swap_blocks`; `is_paused`, `num_steps`; `blocks`: ref count of each one, -1 for a free one that is
+            cached; `hashes`: the first 8 hex digits of each one's content hash, or "".
 
-            `groups`: of each live sequence group its `id`, `request_id` (`None`: a plain `generate()` call, or a kept
+            `groups`: of each live sequence group its `id`, `request_id` (`None`: a plain `model.generate()`, or a kept
             `PagedCache`), `status` ("waiting", "running", "swapped"), `is_idle`, `priority`, and its `sequences` with
             `id`, `num_tokens`, `num_computed_tokens`, `num_prompt_tokens`, `num_cached_tokens` (of the prompt's, those
             found in the prefix cache when it was last admitted; where steps overlap, one more may be computed than
@@ -394,8 +390,7 @@ class Engine(Lasting):
     def reset_prefix_cache(self) -> int:
         """Forgets contents kept for prefix hits, and what was made from the model; returns how many blocks that were.
 
-        Needed after changes that leave no trace: weights written through `.data`, and others that `WeightsVersion`
-        names.
+        Needed after changes that leave no trace, such as weights written through `tensor.data`.
         """
         return 0 if isinstance(self.ranks, Follower) else self.core.reset_prefix_cache()
 
@@ -453,7 +448,7 @@ class Engine(Lasting):
         """Stops the steps; returns when none is running. Calling it again changes nothing.
 
         Until `resume` no step runs but those asked for by `step`. Everything else goes on: requests can be submitted
-        and queue, `cancel()` frees their blocks, `stats` and `snapshot` look. `generate()` waits for its tokens, also
+        and queue, `cancel()` frees their blocks, `stats` and `snapshot` look. Calls wait for their tokens, also
         on the thread that called `pause` (which logs a warning then); Ctrl-C ends it as always.
 
         Inside a step (in a hook of an inner module) it returns at once, and holds from the next step on. The pause also

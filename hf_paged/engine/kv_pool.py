@@ -33,7 +33,7 @@ from hf_paged.model.bound_model import BoundModel
 from hf_paged.model.step_memory import StepMemory
 
 COPIES = [field.name for field in fields(BlockMoves)]
-KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+KV_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 class KVPool:

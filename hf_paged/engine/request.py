@@ -281,7 +281,7 @@ class Request:
         return Events(self)
 
     def events_since(self, position: int = 0) -> list[TokenEvent]:
-        """The tokens that have come but for the first `position` of them; without waiting, for who `listen`s."""
+        """All tokens so far but the first `position`, without waiting: for a program that was told by `listen`."""
         return self._state.events[position:]
 
     def listen(self, listener: Callable[[], None]) -> Callable[[], None]:

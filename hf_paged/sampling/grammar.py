@@ -56,10 +56,10 @@ class Grammar:
 class GrammarCompiler:
     """Compiles grammars for one tokenizer, and keeps those used last. From any thread.
 
-    Attributes:
-        COMPACT: What has JSON written as `json.dumps` does: else a model that is unsure goes on with white space.
+    What compiles one raises `ValueError` if that can't be done, or a keyword of a schema can't be enforced.
     """
 
+    # JSON as `json.dumps` writes it: else a model that is unsure goes on with white space.
     COMPACT: ClassVar = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
     def __init__(
@@ -111,11 +111,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def json_schema(self, schema: Any) -> Grammar:
-        """JSON that is valid by a schema, on one line.
-
-        Raises:
-            ValueError: It is no schema, or one with a keyword that can't be enforced; so do all of these.
-        """
+        """JSON that is valid by a schema, on one line."""
         return self._compile(self._kinds.grammar_from_json_schema(json.dumps(schema), defaults=self.COMPACT))
 
     def regex(self, pattern: str) -> Grammar:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
+import socket
 import sys
 from contextlib import suppress
 from typing import Any
@@ -26,6 +27,14 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, serving: Serving) -> None:
         super().__init__(config)
         self._serving = serving
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Says where it listens, which `--port 0` leaves open."""
+        await super().startup(sockets)
+        if self.started:
+            address = self.servers[0].sockets[0].getsockname()
+            name = self._serving.settings.model_name
+            logging.getLogger("hf_paged.server").info("serving %s on http://%s:%d", name, self.config.host, address[1])
 
     async def on_tick(self, counter: int) -> bool:
         """Gives memory of large requests back, every five seconds."""
@@ -85,8 +94,6 @@ def run_server(
     logging.basicConfig(handlers=[lines])
     logging.getLogger("hf_paged.server").setLevel(logging.INFO)
     server = make_server(model, tokenizer, settings, host, port, drain_seconds, processor)
-    where = f"http://{host}:{port}" if port else f"{host}, a free port"
-    logging.getLogger("hf_paged.server").info("serving %s on %s", settings.model_name, where)
     sys.setswitchinterval(0.001)  # threads that prepare requests soon give the interpreter back
     gc.collect()
     gc.freeze()  # the model and its libraries are here to stay: collections needn't look at them

@@ -34,8 +34,8 @@ class ServerSettings:
         max_pixels_at_work: Pixels of all requests before their first token; beyond them the answer is 429.
         request_timeout: Seconds after which a request is given up; `None`: never.
         body_timeout: Seconds that a request's body may take to arrive.
-        max_head_bytes: The largest head of a request. Of a server of its own, as is
-        head_timeout: Seconds that a head may take to arrive.
+        max_head_bytes: The largest head of a request, under `limited_protocol`.
+        head_timeout: Seconds that a head may take to arrive, likewise.
         allow_priority: Requests may have a `priority`, and overtake others.
         chat_template: A Jinja template in place of the tokenizer's own.
         adapters: Adapters of a `PeftModel`, each a model of its own name; `model_name` is the model without them. The

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from hf_paged import GrammarCompiler
-from hf_paged.server.schemas import ANY_OBJECT, ChatRequest
+from hf_paged.server.schemas import ANY_OBJECT, ChatRequest, Function
 from hf_paged.server.text import StopStrings
 
 Piece = dict[str, Any]  # what a delta of a message has: content, or tool_calls
@@ -28,8 +28,8 @@ def grammar_of(body: ChatRequest, tokenizer: Any) -> str:
     """
     rules, names = [], []
     for number, tool in enumerate(body.callable_tools):
-        has_schema = body.is_forced or tool.function.strict
-        schema = _json((tool.function.parameters if has_schema else None) or ANY_OBJECT)
+        follows = body.is_forced or tool.function.strict
+        schema = _json(_arguments(tool.function) if follows else ANY_OBJECT)
         head = json.dumps('{"name": ' + json.dumps(tool.function.name) + ', "arguments": ')
         rules += [f'call{number}: {head} args{number} "}}"', f"args{number}: {schema}"]
         names.append(f"call{number}")
@@ -51,6 +51,15 @@ def grammar_of(body: ChatRequest, tokenizer: Any) -> str:
 
 def _json(schema: dict[str, Any]) -> str:
     return "%json " + json.dumps(schema | {"x-guidance": GrammarCompiler.COMPACT})
+
+
+def _arguments(function: Function) -> dict[str, Any]:
+    """The schema of a call's arguments: the function takes no others, unless its own schema speaks of others.
+
+    Clients leave `additionalProperties` out, and a small model then adds properties until its limit cuts the call.
+    """
+    parameters = function.parameters or {"type": "object", "properties": {}}
+    return ({"additionalProperties": False} if "properties" in parameters else {}) | parameters
 
 
 class Parser:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import random
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -430,6 +432,15 @@ def serve(
         run_server(loaded, tokenizer, settings, host, port, drain_seconds, processor)
     except (ValueError, OSError, ImportError) as error:
         _fail(error)
+
+
+# The demo has its own options, and its own help, in a module that is imported only here.
+@app.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def demo(context: typer.Context) -> None:
+    """Watch the paged cache work, in a browser: hf-paged demo [MODEL]. Needs the extra [demo]."""
+    package = "hf_paged.demo" if find_spec("hf_paged.demo") else "demo"  # of the wheel, or of the checkout
+    command = importlib.import_module(f"{package}.__main__").command
+    command(context.args, prog_name=context.command_path)
 
 
 @app.command("models")

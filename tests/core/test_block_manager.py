@@ -52,6 +52,63 @@ def test_bad_arguments() -> None:
     manager.check_invariants()
 
 
+# Worked examples
+
+
+def test_the_8th_token_fills_the_second_block_of_4_and_the_9th_takes_a_third() -> None:
+    manager = manager_of()
+    first_two = grown(manager, 0, 7)
+    assert len(first_two) == 2
+    manager.append([(0, 1)])
+    assert manager.block_table(0) == first_two
+    manager.append([(0, 1)])
+    assert manager.block_table(0)[:2] == first_two and len(manager.block_table(0)) == 3
+    manager.check_invariants()
+
+
+def test_the_first_of_two_samples_to_write_copies_the_shared_block_and_the_other_writes_in_place() -> None:
+    manager = manager_of()
+    full, shared = grown(manager, 0, 7)
+    manager.fork(0, 1)
+    [(source, copy)] = manager.append([(1, 1)])
+    assert source == shared and manager.block_table(1) == [full, copy]
+    assert manager.append([(0, 1)]) == []
+    assert manager.block_table(0) == [full, shared]
+    assert [manager.pool.ref_count(block) for block in (full, shared, copy)] == [2, 1, 1]
+    manager.check_invariants()
+
+
+def test_beams_that_drop_out_give_back_their_last_blocks_and_children_share_their_parents() -> None:
+    manager = manager_of()
+    a, b, c, d = range(4)
+    common = grown(manager, a, 8)
+    for beam in (b, c, d):
+        manager.fork(a, beam)
+    manager.append([(beam, 2) for beam in (a, b, c, d)])
+    tables = {beam: manager.block_table(beam) for beam in (a, b, c, d)}
+    assert all(table[:2] == common for table in tables.values())
+    assert len({table[2] for table in tables.values()}) == 4 and manager.pool.num_in_use == 6
+
+    for parent, child in ((a, 4), (a, 5), (b, 6), (b, 7)):  # the four best candidates are children of A and of B
+        manager.fork(parent, child)
+    for beam in (a, b, c, d):
+        manager.free(beam)
+    assert manager.pool.num_in_use == 4
+    assert [manager.pool.ref_count(tables[beam][2]) for beam in (a, b, c, d)] == [2, 2, 0, 0]
+    assert [manager.block_table(child) for child in (4, 5, 6, 7)] == [tables[a]] * 2 + [tables[b]] * 2
+    assert [manager.pool.ref_count(block) for block in common] == [4, 4]
+    manager.check_invariants()
+
+
+def test_25_common_tokens_share_the_16_of_the_full_block() -> None:
+    manager = manager_of(block_size=16)
+    common = list(range(25))
+    table = written(manager, 0, [*common, 100, 101, 102, 103, 104, 105, 106, 107])
+    assert matched(manager, 1, [*common, 200, 201, 202, 203, 204, 205, 206, 207]) == 16
+    assert manager.block_table(1) == table[:1]
+    manager.check_invariants()
+
+
 # Prefix cache
 
 

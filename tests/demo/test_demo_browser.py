@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Locator, Page, expect
 
 from demo.app import build_app, launch
@@ -285,13 +286,68 @@ def test_every_tab_in_both_themes_on_a_phone(app: Any, hub: Hub, open_tab: OpenT
     expect(page.locator("#pool .kv-legend")).to_be_visible()
     assert page.evaluate("document.body.classList.contains('dark')") == (theme == "dark")
     for name in TABS:
-        tab = page.get_by_role("tab", name=name, exact=True)
-        if not tab.is_visible():  # there is a menu for those that a phone has no room for
-            page.locator("#tabs .overflow-menu > button").click()
-            tab = page.locator("#tabs .overflow-dropdown").get_by_role("button", name=name, exact=True)
-        tab.click()
+        open_page_tab(page, name)
         page.wait_for_timeout(300)
         assert fits(page), f"{name} is wider than the screen"
+        assert box_of(page.locator("#pool .kv-grid"))["y"] < 400, f"on {name} the pool is not before one's eyes"
+
+
+def box_of(locator: Locator) -> Any:
+    return locator.first.bounding_box()
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_finds_nothing_serious(app: Any, hub: Hub, open_tab: OpenTab, theme: str) -> None:
+    """On every tab, with something on it."""
+    page = open_tab(f"{app.url}?__theme={theme}")
+    for step, seen in enumerate(("#chat .bot", "#samples-cards article", "#pressure-table td", "#step-notes li"), 1):
+        page.locator(f"#guide-{step}").click()
+        expect(page.locator(seen).first).to_be_visible()
+        hub.cancel(kind="chat")  # a reply as long as it is
+        if step < 4:
+            wait_until(lambda: not hub.tickets, "the guide's requests come to their end", page)
+    page.keyboard.press("Escape")
+    for name in TABS:
+        open_page_tab(page, name)
+        page.mouse.move(0, 0)
+        page.wait_for_timeout(700)  # until colours have changed: axe measures them as they are
+        found = Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"]
+        serious = [each for each in found if each["impact"] in ("serious", "critical")]
+        assert not serious, (name, [(each["id"], each["nodes"][0]["html"]) for each in serious])
+
+
+def test_the_guide_and_the_last_steps(app: Any, hub: Hub, open_tab: OpenTab) -> None:
+    """Would break: a button that does nothing, and a step that can't be gone back to."""
+    hub.pacer.set_speed(60.0)
+    page = open_tab(app.url)
+    page.locator("#guide-1").click()
+    expect(page.locator("#guide-look")).to_contain_text("Two requests run in one batch")
+    expect(page.locator("#pool .kv-owners button")).to_contain_text(["guest", "chat"])
+    wait_until(lambda: not hub.tickets, "both come to their end", page)
+    canvas, scrubber = pool_canvas(page), page.locator("#pool .kv-scrubber")
+    expect(page.locator("#pool .kv-owners button")).to_have_count(0)
+    page.wait_for_timeout(1000)  # until nothing glows any more
+    live = picture(canvas)
+    scrubber.focus()
+    seen = set()
+    for _ in range(40):
+        page.keyboard.press("ArrowLeft")
+        seen.add(page.locator("#pool .kv-timeline-row .kv-number").inner_text())
+    assert len(seen) == 40, "in slow motion each step is kept"
+    expect(page.locator("#pool .kv-owners button")).to_contain_text(["chat"])
+    expect(page.locator("#pool .kv-happened li").first).to_be_visible()
+    assert picture(canvas) != live
+    page.locator("#pool .kv-live").click()
+    wait_until(lambda: picture(canvas) == live, "the pool is shown as it is", page)
+
+    page.locator("#guide-2").click()
+    expect(page.locator("#samples-sharing")).to_contain_text("is done")
+    page.locator("#guide-3").click()
+    expect(page.locator("#pressure-summary")).to_contain_text(re.compile(r"[1-9]\d* preemption"))
+    hub.cancel()
+    page.locator("#guide-4").click()
+    expect(page.locator("#paused")).to_be_visible()
+    expect(page.locator("#step-notes .kv-note-head").first).to_contain_text("one forward")
 
 
 def test_text_stays_text(app: Any, hub: Hub, open_tab: OpenTab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,6 +383,7 @@ def test_the_requests_of_a_server(both: Any, open_tab: OpenTab) -> None:
     expect(page.locator("#tab-requests")).to_contain_text(f"{both.url}/v1")
     rows = page.locator("#requests-table tbody tr")
     expect(rows).to_have_count(0)
+    expect(page.locator("#requests-table .kv-command")).to_contain_text(f"curl -N {both.url}/v1/completions")
     body = {"prompt": "The old king of", "max_tokens": 100, "ignore_eos": True, "n": 2}
     with httpx.stream("POST", f"{both.url}/v1/completions", json=body | {"stream": True}, timeout=60) as reply:
         lines = reply.iter_lines()
@@ -343,7 +400,11 @@ def test_the_requests_of_a_server(both: Any, open_tab: OpenTab) -> None:
     open_page_tab(page, "Pressure")
     expect(page.locator("#pressure-resize")).to_have_count(0)
     page.locator("#pressure-fire").click()
-    expect(page.locator("#pressure-summary")).to_contain_text("24 of 24 completed")
+    # The pool is the server's, and stays: the burst is larger than that.
+    expect(page.locator("#pressure-summary")).to_contain_text(re.compile(r"[1-9]\d* preemption"))
+    expect(page.locator("#pressure-summary")).to_contain_text("the pool holds 1,024")
+    page.locator("#pressure-stop").click()
+    expect(page.locator("#pressure-fire")).to_be_enabled()
 
 
 def test_refusals_are_sentences(app: Any, hub: Hub, open_tab: OpenTab) -> None:

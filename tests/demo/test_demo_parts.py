@@ -16,15 +16,18 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import hf_paged
+from demo import frames as frames_module
 from demo.__main__ import command
-from demo.beams import BeamRecorder
+from demo.beams import BeamTree
 from demo.chat import Reply, reply
 from demo.compare import memory_maps
+from demo.frames import Frames
 from demo.generation import Sampling
 from demo.hub import Hub
 from demo.limits import Limits, RefusedError
 from demo.loading import LoadError, load
-from demo.pages.replay import PLOTS, frames, last_point
+from demo.pages.replay import OTHER, PLOTS, frames, last_point
 from demo.pressure import BurstWatch
 from demo.prompts import render
 from demo.replays import OURS, Replay
@@ -48,26 +51,68 @@ def loaded() -> Any:
 
 
 @pytest.mark.parametrize("eos", [[], list(range(3, 60, 3))])
-def test_the_recorder_adds_up_what_transformers_does(eos: list[int]) -> None:
+def test_the_tree_of_beams_is_the_engine_s_search(eos: list[int]) -> None:
     """Also where beams end in the midst of the search, which no later step shows."""
-    model = build("llama")
-    prompt = torch.tensor([[7, 8, 9, 10, 11]])
-    recorder = BeamRecorder(5, eos)
-    output = model.generate(
-        prompt, num_beams=4, num_return_sequences=4, max_new_tokens=10, do_sample=False, return_dict_in_generate=True,
-        output_scores=True, eos_token_id=eos or None, pad_token_id=0, logits_processor=[recorder],
-    )  # fmt: skip
-    returned = []
-    for row in output.sequences[:, 5:].tolist():
-        end = next((place + 1 for place, token in enumerate(row) if token in eos), len(row))
-        returned.append(row[:end])
-    nodes = {node["rank"]: node for node in recorder.nodes(str, returned) if node["rank"]}
+    prompt, settings = [7, 8, 9, 10, 11], {"num_beams": 4, "num_return_sequences": 4, "do_sample": False}
+    settings |= {"max_new_tokens": 10, "eos_token_id": eos or None, "pad_token_id": 0}
+    model = hf_paged.patch(build("llama"), num_blocks=64, block_size=4)
+    engine = model.paged
+    engine.pause()
+    request, tree, newest = engine.submit(prompt, request_id="a", **settings), BeamTree("a"), 0
+    while engine.step() is not None:
+        snapshot = engine.snapshot(newest)
+        newest = snapshot["events"][-1]["id"]
+        tree.see(snapshot)
+    engine.resume()
+    output = request.result(30)
+    stock = hf_paged.unpatch(model).generate(torch.tensor([prompt]), **settings)
+    for tokens, row in zip(output.sequences, stock[:, 5:].tolist(), strict=True):
+        assert tokens == row[: len(tokens)]
+
+    known = set(tree.scores)
+    tree.add(output.sequences)
+    assert all(path[:-1] in known for path in set(tree.scores) - known if len(path) > 1), "a beam without its beginning"
+    branches = tree.branches()
+    assert sum(len(path) - shared for path, shared in branches) == len(tree.scores) > 20
+    model = hf_paged.patch(model, num_blocks=64, block_size=4)
+    tree.score(
+        branches,
+        [[t.logprob for t in model.paged.score([[*prompt, *path]], first=5 + n)[0]] for path, n in branches],
+    )
+    nodes = {node["rank"]: node for node in tree.nodes(str, output.sequences) if node["rank"]}
     assert sorted(nodes) == [1, 2, 3, 4]
-    for rank, (tokens, score) in enumerate(zip(returned, output.sequences_scores.tolist()), start=1):
+    for rank, (tokens, score) in enumerate(zip(output.sequences, output.scores or [], strict=True), start=1):
         assert nodes[rank]["step"] == len(tokens)
-        assert nodes[rank]["score"] / len(tokens) == pytest.approx(score, abs=1e-3)
+        assert nodes[rank]["score"] / len(tokens) == pytest.approx(score, abs=1e-4)
     if eos:
-        assert any(len(tokens) < 10 for tokens in returned), "no beam ended early: the test tests nothing"
+        assert any(len(tokens) < 10 for tokens in output.sequences), "no beam ended early: the test tests nothing"
+
+
+# --------------------------------------------------------------------------------------------------- the last steps
+
+
+def test_frames_of_the_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: a frame without its events, one that a slower thread's older snapshot takes the place of, and
+    memory without an end.
+    """
+    kept = Frames()
+
+    def snapshot(step: int, *events: int) -> dict[str, Any]:
+        return {"num_steps": step, "blocks": [step] * 8, "events": [{"id": event} for event in events]}
+
+    kept.see(snapshot(0))
+    kept.see(snapshot(1, 1, 2))
+    kept.see(snapshot(1, 1, 2, 3))
+    kept.see(snapshot(3, 2, 3, 4))
+    kept.see(snapshot(2, 2, 3))
+    assert kept.steps == [0, 1, 3] and kept.frame(2) is None
+    assert kept.frame(1) == snapshot(1, 1, 2, 3) and kept.frame(3) == snapshot(3, 4)
+    for step in range(4, 300):
+        kept.see(snapshot(step, step + 1))
+    assert kept.steps == list(range(100, 300))
+    monkeypatch.setattr(frames_module, "MOST_BYTES", 1000)
+    kept.see(snapshot(300, 301))
+    assert 1 < len(kept.steps) < 50 and kept.steps[-1] == 300
 
 
 # ----------------------------------------------------------------------------------------------------- sharing and maps
@@ -326,7 +371,7 @@ def test_a_replay_ends_when_the_other_is_saturated(other: str) -> None:
     for frame, name in zip(frames(replay, other, point), PLOTS, strict=True):
         columns = frame.set_index("system")
         factor = 100 if name == "tokens" else 1
-        for label, system in ((OURS, OURS), ("the other", other)):
+        for label, system in ((OURS, OURS), (OTHER, other)):
             expected = [factor * value for value in replay.series(system, name)[: point + 1]]
             assert columns.loc[label][PLOTS[name]].tolist() == expected
     assert replay.series(OURS, "done")[-1] > replay.series(other, "done")[-1]

@@ -34,7 +34,7 @@ def test_both_are_there(both: Any) -> None:
     assert httpx.get(both.url, timeout=60).headers["content-type"].startswith("text/html")
     assert httpx.get(f"{both.url}/v1/models").json()["data"][0]["id"] == "tiny_lm"
     assert httpx.post(f"{both.url}/v1/completions", json={"prompt": 5}).status_code == 400
-    (row,) = requests_value(both.requests.rows()[:1])["rows"]
+    (row,) = requests_value(both.requests.rows()[:1], "")["rows"]
     assert row[1:4] == [both.requests.rows()[0].label, "completions", "done"] and row[5:7] == ["3", "7"]
 
 

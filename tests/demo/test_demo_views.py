@@ -6,6 +6,7 @@ import base64
 import json
 import math
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,13 @@ def test_sentences(event: dict[str, Any], sentence: str) -> None:
 
 def test_components_are_data_and_fixed_markup() -> None:
     """Markup that does not depend on the value keeps Gradio from building it anew, and text from being markup."""
-    for make in (views.PoolView, views.BlockTables, views.EventLog, views.BeamTree, views.MemoryMaps):
+    for make in (
+        partial(views.PoolView, lambda step: None),
+        views.BlockTables,
+        views.EventLog,
+        views.BeamTree,
+        views.MemoryMaps,
+    ):
         component = make(elem_id="here", render=False)
         assert "${" not in component.html_template and "{{" not in component.html_template
         for special in ("${", "{{", "`", "\\"):  # the style is a template too

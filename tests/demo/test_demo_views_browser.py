@@ -29,7 +29,7 @@ class Stage:
         with gr.Blocks(analytics_enabled=False) as self.blocks:
             gr.HTML("views")
             shown = [
-                views.PoolView(elem_id="pool"),
+                views.PoolView(lambda step: None, elem_id="pool"),
                 views.BlockTables(elem_id="tables"),
                 views.EventLog(elem_id="events"),
                 views.BeamTree(elem_id="beams"),

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, TextIteratorStreamer
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, TextIteratorStreamer
 
 import hf_paged
 from helpers.models import VOCAB, build, name_of, ragged_batch, random_ids, tiny_tokenizer
@@ -713,4 +713,16 @@ def test_random_mixes(make_pair: MakePair, seed: int) -> None:
     except BaseException as error:
         raise AssertionError(f"seed {seed}: {names} and {list(others)} with {settings}") from error
     wait_until_idle(pair)
+    pair.assert_all_free()
+
+
+@pytest.mark.slow
+def test_a_row_of_12000_tokens() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"vocab_size": VOCAB, "max_position_embeddings": 12_288}
+    config = LlamaConfig(**sizes, initializer_range=0.3, eos_token_id=None)  # tokens that don't only repeat
+    pair = Pair(LlamaForCausalLM(config).eval(), num_blocks=750, preemption="recompute")
+    pair.generate(input_ids=random_ids(1, 11_936), max_new_tokens=65, do_sample=False)
+    assert pair.engine.stats().peak_blocks_in_use == 750  # all but the last token's keys: 12,000
     pair.assert_all_free()

@@ -440,6 +440,7 @@ def test_queue_deadline_and_drain(caplog: pytest.LogCaptureFixture) -> None:
         served.complete(max_tokens=3, user="me")
         line = json.loads(caplog.records[-1].getMessage())
         assert line["user"] == "me" and line["completion_tokens"] == 3 and "secret" not in caplog.text
+        assert f"serving {behind.settings.model_name} on {served.url}" in caplog.messages
         served.settle()
         served.server.handle_exit(2, None)
         assert behind.is_draining

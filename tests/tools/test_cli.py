@@ -189,6 +189,7 @@ NEEDED = {
     "hf_paged serve": "hf-paged[server]",
     "hf_paged.tools.lm_eval_model": "lm_eval[hf]",
     "demo": "hf-paged[demo]",
+    "hf_paged demo": "hf-paged[demo]",
 }
 WITHOUT_EXTRAS = """
 import runpy, sys

@@ -1,8 +1,11 @@
-"""The Markdown pages: what they link to is there, and their code runs."""
+"""The Markdown pages: what they link to and name is there, and their code runs."""
 
 from __future__ import annotations
 
+import ast
+import json
 import re
+import runpy
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
@@ -13,14 +16,18 @@ import torch
 from transformers import LogitsProcessor
 
 import hf_paged
+from examples import paged_from_scratch
 from helpers.models import TINY_LM, tiny_lm, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(path for folder in (".", "docs", "demo", "benchmarks") for path in (ROOT / folder).glob("*.md"))
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FOLDERS = ".", "docs", "demo", "benchmarks", "benchmarks/paper"
+PAGES = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
+TUTORIAL = ROOT / "docs" / "tutorial.md"
+BLOCK = re.compile(r"^```(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCKS = [
-    pytest.param(language, code, id=f"{page.relative_to(ROOT)}-{number}")
+    pytest.param(page, language, code, id=f"{page.relative_to(ROOT)}-{number}")
     for page in PAGES
+    if page != TUTORIAL  # its blocks go on from each other
     for number, (language, code) in enumerate(BLOCK.findall(page.read_text()))
 ]
 
@@ -59,8 +66,8 @@ class BaseLLM:
 
 
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
-@pytest.mark.parametrize(("language", "code"), BLOCKS)
-def test_code(language: str, code: str) -> None:
+@pytest.mark.parametrize(("page", "language", "code"), BLOCKS)
+def test_code(page: Path, language: str, code: str) -> None:
     """Would break: a block that shows a call which transformers or hf_paged refuses, or a make target that is gone."""
     targets = re.findall(r"^([\w.-]+)(?: [\w. -]+)?:(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert set(re.findall(r"^make ([\w.-]+)", code, re.MULTILINE)) <= set(targets)
@@ -74,13 +81,68 @@ def test_code(language: str, code: str) -> None:
     inputs = encode("The old king of")
     model = tiny_lm()
     said = model.generate(**inputs)
+    if page.name == "howto.md":
+        hf_paged.patch(model)
     second = {"input_ids": torch.cat([said, inputs["input_ids"]], dim=1)}
     given = {
-        "hf_paged": hf_paged, "Thread": Thread, "Any": Any, "BaseLLM": BaseLLM, "MyProcessor": MyProcessor,
-        "LLMResult": SimpleNamespace, "Generation": SimpleNamespace, "name": str(TINY_LM), "model": model,
-        "other_model": tiny_lm(), "tokenizer": tokenizer, "s": None, "inputs": inputs,
-        "ids": inputs["input_ids"][0].tolist(), "first_turn": inputs,
+        "hf_paged": hf_paged, "torch": torch, "Thread": Thread, "Any": Any, "BaseLLM": BaseLLM,
+        "MyProcessor": MyProcessor, "LLMResult": SimpleNamespace, "Generation": SimpleNamespace,
+        "name": str(TINY_LM), "model": model, "other_model": tiny_lm(), "tokenizer": tokenizer, "s": None,
+        "inputs": inputs, "ids": inputs["input_ids"][0].tolist(), "first_turn": inputs,
         "with_second_turn": second, "batch": encode("The old king of", "The door"),
         "thousands_of_prompts": [[1, 5, 6], [1, 7]], "hundreds_of_prompts": ["The old king of", "The door"],
     }  # fmt: skip
     exec(code, given)
+
+
+def test_the_tutorial(capsys: pytest.CaptureFixture[str]) -> None:
+    """Would break: a cell that raises, or prints something else than the page shows; a notebook of an older page."""
+    notebook = json.loads(TUTORIAL.with_suffix(".ipynb").read_text())
+    assert notebook == runpy.run_path(str(ROOT / "docs" / "notebook.py"))["notebook"](TUTORIAL.read_text())
+    given: dict[str, Any] = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), given)
+            shown = "".join(text for output in cell["outputs"] for text in output["text"])
+            assert capsys.readouterr().out.strip() == shown.strip(), "".join(cell["source"])
+
+
+def test_the_steps_from_scratch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["paged_from_scratch.py"])
+    paged_from_scratch.main()
+    [printed] = [code for kind, code in BLOCK.findall((ROOT / "docs/from_scratch.md").read_text()) if kind == "output"]
+    assert capsys.readouterr().out.startswith(printed)
+
+
+def test_the_reference_has_every_public_name() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    names = {*hf_paged.__all__, *hf_paged.server.__all__} - {"__version__", "testing"}
+    assert names <= set(re.findall(r"^\.\. auto\w+:: (\w+)", page, re.MULTILINE))
+
+
+def test_names_of_files_and_what_they_define() -> None:
+    """Would break: a file, class, function or test that a page names and that has moved."""
+    pages = "".join((ROOT / "docs" / name).read_text() for name in ("paper.md", "from_scratch.md"))
+    found = re.findall(r"`((?:hf_paged|benchmarks|tests)/[\w/]+\.\w+)`((?:,? `[\w.]+`)*)", pages)
+    assert len(found) > 60
+    for path, names in found:
+        text = (ROOT / path).read_text()
+        for name in re.findall(r"`(?:\w+\.)?(\w+)`", names):
+            assert re.search(rf"^ *(?:def|class) {name}\b", text, re.MULTILINE), f"{path} has no {name}"
+
+
+def shown(text: ast.AST) -> str:
+    """A string of the source as a program prints it, with … for what is put in."""
+    if isinstance(text, ast.JoinedStr):
+        return "".join(map(shown, text.values))
+    return re.sub(r"%[srd]", "…", str(text.value)) if isinstance(text, ast.Constant) else "…"
+
+
+def test_messages_are_those_of_the_source() -> None:
+    """Would break: an error that was worded anew, and is still explained by its old words."""
+    trees = [ast.parse(path.read_text()) for path in sorted((ROOT / "hf_paged").rglob("*.py"))]
+    texts = {shown(node) for tree in trees for node in ast.walk(tree) if isinstance(node, ast.JoinedStr | ast.Constant)}
+    messages = [code.strip() for kind, code in BLOCK.findall((ROOT / "docs/troubleshooting.md").read_text()) if kind]
+    assert len(messages) > 30
+    for message in messages:
+        assert any(message in text for text in texts), message

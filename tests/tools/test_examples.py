@@ -40,6 +40,55 @@ def test_quickstart():
     assert 0 < used < total
 
 
+def test_paged_from_scratch():
+    output = run_example("paged_from_scratch.py")
+    assert "same tokens as stock generate(): True" in output
+    [(copies, preemptions)] = numbers(r"blocks copied on write: (\d+), preemptions: (\d+)", output)
+    assert copies > 0 and preemptions > 0
+
+
+def test_block_tables():
+    output = run_example("block_tables.py")
+    assert "A arrives with 20 tokens, 0 of them found\n" in output and "table of A: [0, 1, 2, 3, 4]\n" in output
+    assert "C writes token 10 into a copy\n" in output and "B writes token 10 in place\n" in output
+    assert "D arrives with 17 tokens, 12 of them found\n" in output
+    assert "E has to wait: the operation needs 5 free block(s), the pool has 2\n" in output
+    assert "E arrives with 17 tokens" in output and "D and E end\n" in output
+
+
+def test_small_pool():
+    output = run_example("small_pool.py")
+    assert output.count("same tokens as with room for all: True") == 3
+    pattern = r"rows preempted: (\d+), of them swapped out: (\d+)\n.*once more: (\d+)\n"
+    [roomy, recomputed, swapped] = numbers(pattern, output)
+    assert roomy[:2] == (0, 0)
+    assert recomputed[0] > 0 == recomputed[1]
+    assert swapped[0] == swapped[1] > 0
+    assert roomy[2] == swapped[2] < recomputed[2]
+
+
+def test_offload():
+    output = run_example("offload.py")
+    assert "same tokens as in memory: True" in output
+    [(in_memory, on_disk)] = numbers(r"parts of the model: (\d+) on cpu, (\d+) on disk", output)
+    assert in_memory > 0 and on_disk > 0
+
+
+def test_priorities():
+    output = run_example("priorities.py")
+    [order] = re.findall(r"finished in this order: (.*)", output)
+    assert order == "door, house, sea, captain (urgent), king, girl, night"
+
+
+def test_prompt_lookup():
+    output = run_example("prompt_lookup.py")
+    assert "same tokens: True" in output
+    [(tokens, steps), (same, fewer)] = numbers(r"(\d+) tokens in (\d+) model steps", output)
+    assert tokens == same and fewer < steps
+    [none, (drafts, right)] = numbers(r"drafts checked: (\d+), right: (\d+)", output)
+    assert none == (0, 0) and tokens - steps < drafts and 0 < right < drafts
+
+
 def test_tensor_parallel():
     output = run_example("tensor_parallel.py")
     for rank in (0, 1):
@@ -120,10 +169,12 @@ def test_web_endpoint():
     assert steps < tokens
 
 
-def test_every_example_is_tested():
+def test_every_example_is_tested_and_listed():
     found = {path.name for path in EXAMPLES.glob("*.py")} - NOT_A_DEMONSTRATION
     tested = {f"{name.removeprefix('test_')}.py" for name in globals() if name.startswith("test_")}
-    assert found == tested - {"every_example_is_tested.py"}
+    assert found == tested - {"every_example_is_tested_and_listed.py"}
+    listed = set(re.findall(r"\]\((\w+\.py)\)", (EXAMPLES / "README.md").read_text()))
+    assert listed == found | NOT_A_DEMONSTRATION
 
 
 @pytest.mark.slow

@@ -14,13 +14,16 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # they import each other by name
 
 from paper import __main__ as program
-from paper import costs, figures, policies, simulator
+from paper import costs, figures, measured, policies, simulator
 from paper.costs import Work
 from paper.policies import Buddy, FirstFit
 from workload import Request
 
+from helpers.models import tiny_lm
+
 SMALL = costs.Setup(costs.PAPER.costs, 1600, 256)
-EVERYTHING = (*policies.SYSTEMS, policies.FIRST_FIT, policies.SHORTEST, *policies.CAPPED)
+OTHERS = (policies.FIRST_FIT, policies.HF, policies.LIMITED, policies.SHORTEST)
+EVERYTHING = (*policies.SYSTEMS, *OTHERS, *policies.CAPPED)
 
 
 class Watched(simulator.Simulation):
@@ -97,6 +100,19 @@ def test_one_request_by_hand() -> None:
     assert outcome.normalized == (outcome.end - 2) / 3 and list(made.gaps) == pytest.approx(steps)
 
 
+def test_policies_on_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is reserved and not yet used keeps others out; nothing that has a reservation is preempted."""
+    monkeypatch.setattr(measured, "llama_125m", lambda dtype: tiny_lm())
+    monkeypatch.setattr(measured, "SLOTS", 2 * measured.CONTEXT)
+    measured.main(["--requests", "12", "--rounds", "1", "--out", str(tmp_path)])
+    saved = json.loads((tmp_path / "measured_125m.json").read_text())["results"]
+    paged, oracle, whole = (saved["rounds"][0][system.name] for system in measured.SYSTEMS)
+    assert paged["tokens_per_step"] > oracle["tokens_per_step"] > whole["tokens_per_step"]
+    assert 1 < whole["tokens_per_step"] <= 2, "a pool of two contexts has room for two"
+    assert oracle["preempted"] == whole["preempted"] == 0
+    assert saved["times_the_throughput"].keys() == {"Orca (Oracle)", "Orca (Max)"}
+
+
 @pytest.mark.parametrize("name", ["figure_12", "figure_19"])
 def test_a_figure_is_made_drawn_and_resumed(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -142,3 +158,16 @@ def test_switches_say_what_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(panel["curves"]) >= 2
         for points in panel["curves"].values():
             assert all(point["value"] > 0 and point["normalized_latency"] > 0 for point in points)
+
+
+def test_the_memory_of_a_13b_model() -> None:
+    """The table of docs/paper.md, by the config that the simulation has."""
+    page = (Path(__file__).parents[2] / "docs" / "paper.md").read_text()
+    model, slots, card = costs.OPT_13B, costs.PAPER.num_slots, 40e9
+    token, request, cache = model.kv_bytes, model.kv_bytes * costs.PAPER.context, model.kv_bytes * slots
+    rows = {
+        f"{2 * 13} GB, {2 * 13e9 / card:.0%}", f"{token:,} bytes, {token // 1024} KB", f"{request / 2**30:.1f} GB",
+        f"{slots:,} tokens", f"{cache / 2**30:.0f} GB, {cache / 2**30 * 1e9 / card:.0%}", "5 %",
+    }  # fmt: skip
+    assert all(row.replace("%", " %").replace("  ", " ") in page for row in rows)
+    assert cache // request == 7 and slots // (32 * 16) == 30

@@ -14,7 +14,7 @@ const drawGauges = keyed(
   (gauge) => gauge[0],
   (gauge) => {
     const number = el("span", { class: "kv-gauge-value kv-number" });
-    const node = el("div", { class: "kv-gauge" }, el("div", { class: "kv-gauge-name" }, gauge[0]), number);
+    const node = el("div", { class: "kv-gauge", title: gauge[2] }, el("div", { class: "kv-gauge-name" }, gauge[0]), number);
     return { node, update: (item) => setText(number, item[1]) };
   },
 );

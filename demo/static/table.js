@@ -1,10 +1,13 @@
-// A table that changes. value: {columns: [name, ...], rows: [[key, cell, ...], ...], numbers: [index of a column, ...]}.
+// A table that changes. value: {columns: [name, ...], rows: [[key, cell, ...], ...], numbers: [index of a column, ...],
+// empty: a command line}.
 
 const head = el("tr");
 const body = el("tbody");
 const table = el("table", { class: "kv-table" }, el("thead", {}, head), body);
 const frame = el("div", { class: "kv-table-frame", tabindex: "0", role: "region", "aria-label": "Table" }, table);
-VIEW.append(frame);
+const command = el("code", { class: "kv-mono" });
+const empty = el("div", { class: "kv-command", hidden: true }, el("span", { class: "kv-quiet" }, "No request yet. In a terminal:"), command);
+VIEW.append(empty, frame);
 let columns = "";
 let numbers = new Set();
 let drawRows = null;
@@ -30,7 +33,9 @@ function begin(value) {
 }
 
 drawEach((value) => {
-  setHidden(frame, value === null || !value.rows.length);
+  setHidden(frame, !value?.rows.length);
+  setHidden(empty, !value?.empty || value.rows.length > 0);
+  setText(command, value?.empty ?? "");
   if (value === null) return;
   if (JSON.stringify([value.columns, value.numbers]) !== columns) begin(value);
   drawRows(value.rows);

@@ -76,6 +76,10 @@ class Client:
         return str(self.environment / "bin" / "python")
 
     @property
+    def log(self) -> Path:
+        return ENVIRONMENTS / f"{self.name}.log"
+
+    @property
     def requirements(self) -> list[str]:
         """Arguments of `pip install`."""
         beside = [TORCH] if self.needs_torch else []
@@ -97,7 +101,7 @@ class Client:
             *([[*pip, "uninstall", "--yes", *self.without.split()]] if self.without else []),
         ]
         for command in commands:
-            run(command, ENVIRONMENTS / f"{self.name}.log", seconds=3600)
+            run(command, self.log, seconds=3600)
         stamp.write_text(wanted)
 
 
@@ -122,13 +126,16 @@ class Failed(Exception):
     """A command failed, or took too long; the message ends with the last lines of its output."""
 
 
-def run(command: list[str], log: Path, seconds: float, environment: dict[str, str] | None = None) -> None:
+def run(
+    command: list[str], log: Path, seconds: float, folder: Path = ROOT, environment: dict[str, str] | None = None
+) -> None:
     """Runs a command, and ends whatever it leaves running.
 
     Args:
         command: Program and arguments.
         log: The file that its output goes to.
         seconds: After which the command has failed.
+        folder: Where it runs.
         environment: Its variables; `None`: ours.
 
     Raises:
@@ -136,7 +143,13 @@ def run(command: list[str], log: Path, seconds: float, environment: dict[str, st
     """
     with log.open("w") as output:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, process_group=0
+            command,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment,
+            process_group=0,
         )
         try:
             status = process.wait(seconds)
@@ -170,23 +183,22 @@ def serving() -> Iterator[str]:
         process.wait()
 
 
-def variables(client: Client, base_url: str) -> dict[str, str]:
-    """What a script finds in its environment: nothing of this checkout, and a home of its own."""
+def use(client: Client, base_url: str) -> None:
+    """Runs the script of a client in an empty folder, which is also its home, with nothing of this checkout."""
     home = client.environment / "home"
-    home.mkdir(exist_ok=True)
+    shutil.rmtree(home, ignore_errors=True)
+    home.mkdir()
     own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    return (
-        own
-        | QUIET
-        | {
-            "PATH": f"{client.environment / 'bin'}:{own['PATH']}",
-            "HOME": str(home),
-            "BASE_URL": base_url,
-            "MODEL": "tiny_lm",
-            "MODEL_FOLDER": str(TINY_MODEL),
-            "OPENAI_API_KEY": KEY,
-        }
-    )
+    given = {
+        "PATH": f"{client.environment / 'bin'}:{own['PATH']}",
+        "HOME": str(home),
+        "BASE_URL": base_url,
+        "MODEL": "tiny_lm",
+        "MODEL_FOLDER": str(TINY_MODEL),
+        "OPENAI_API_KEY": KEY,
+    }
+    script = Path(__file__).with_name(f"use_{client.name}.py")
+    run([client.python, str(script)], client.log, SECONDS, home, own | QUIET | given)
 
 
 def main() -> int:
@@ -202,18 +214,14 @@ def main() -> int:
             started = time.monotonic()
             try:
                 client.install()
-                installed = time.monotonic()
-                script = Path(__file__).with_name(f"use_{client.name}.py")
-                run(
-                    [client.python, str(script)],
-                    ENVIRONMENTS / f"{client.name}.log",
-                    SECONDS,
-                    variables(client, base_url),
-                )
-                console.print(f"[green]passed[/] {client.name}, {time.monotonic() - installed:.0f} s")
+                started = time.monotonic()
+                use(client, base_url)
+                result, reason = "[green]passed[/]", ""
             except Failed as error:
                 num_failed += 1
-                console.print(f"[red]failed[/] {client.name}, {time.monotonic() - started:.0f} s: {escape(str(error))}")
+                result, reason = "[red]failed[/]", f": {escape(str(error))}"
+            name = f"{client.name} ({client.pins})"
+            console.print(f"{result} {escape(name)}, {time.monotonic() - started:.0f} s{reason}")
     console.print(f"{len(chosen) - num_failed} passed, {num_failed} failed")
     return int(num_failed > 0)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 KINDS = {"chat": {}, "completion": {"completion": True}, "responses": {"responses": True}}
-home = Path.home() / "llm"
-home.mkdir(exist_ok=True)
+home = Path("llm").absolute()
+home.mkdir()
 models = [
     {
         "model_id": name,

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import tempfile
 from pathlib import Path
 
 from lm_eval import simple_evaluate
@@ -13,7 +12,7 @@ from hf_paged.tools import lm_eval_model  # noqa: F401, it registers the model
 TEXTS = ["Once upon a time there was a king.", "The dog", "She opened the door.", "It was a dark night."]
 CHOICES = [" and", " was happy", ".\n", " The end of the"]
 rows = [{"text": text, "choices": CHOICES, "answer": index} for index, text in enumerate(TEXTS)]
-file = Path(tempfile.mkdtemp()) / "data.jsonl"
+file = Path("data.jsonl").absolute()
 file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 common = {
     "dataset_path": "json",

@@ -1,7 +1,6 @@
 """TRL: a GRPO trainer whose rollouts go through transformers' batch API, on a patched model."""
 
 import os
-import tempfile
 
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -25,7 +24,7 @@ trainer = GRPOTrainer(
     model=model,
     reward_funcs=length,
     args=GRPOConfig(
-        output_dir=tempfile.mkdtemp(),
+        output_dir="trained",
         use_transformers_continuous_batching=True,
         per_device_train_batch_size=4,
         num_generations=2,

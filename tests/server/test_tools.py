@@ -289,7 +289,10 @@ def test_calls_in_responses(served: Served, name: str) -> None:
     assert (
         kinds.count("response.output_item.done") == kinds.count("response.function_call_arguments.done") == len(calls)
     )
-    assert [tool.to_dict() for tool in reply.tools] == [OWN_TOOLS[0], OWN_TOOLS[1] | {"description": None}]
+    assert [tool.to_dict() for tool in reply.tools] == [
+        OWN_TOOLS[0],
+        OWN_TOOLS[1] | {"description": None, "parameters": None},
+    ]
     if final is None:  # this model calls until it is cut, in the midst of a call or behind one
         assert len(calls) > 1 and reply.status == "incomplete" and kinds[-1] == "response.incomplete"
         assert {call.status for call in calls[:-1]} == {"completed"} and calls[-1].status == "incomplete"

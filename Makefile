@@ -170,6 +170,11 @@ test-5.17: $(VENV_OLD)/.installed-test ## the core tests on the oldest supported
 test-torch: .venv-torch-$(TORCH)/.installed ## the CPU tests, one case of sixteen, on another torch: make test-torch TORCH=2.14.1
 	$(TEST_ENV) .venv-torch-$(TORCH)/bin/python -m pytest --every 16 -m "$(QUICK)" $(PYTEST_ARGS) $(T)
 
+# By hand, too: a dozen environments, gigabytes of them where pip finds no CPU build of torch (PIP_ARGS).
+.PHONY: clients
+clients: $(VENV)/.installed-dev ## other people's programs against the server, at pinned versions: make clients ARGS="--only openai"
+	PIP_ARGS='$(PIP_ARGS)' $(OFFLINE) $(PY) tests/clients/run.py $(ARGS)
+
 .PHONY: lint
 lint: $(VENV)/.installed-dev ## ruff, mypy, import-linter, budgets
 	$(VENV)/bin/ruff check $(SOURCES)
@@ -267,7 +272,7 @@ clean: ## remove what the tools leave behind (not the environments)
 
 .PHONY: distclean
 distclean: clean ## clean, and remove the environments
-	rm -rf $(VENV) $(VENV_OLD) .venv-triton-* .venv-torch-* $(PUPPETEER)
+	rm -rf $(VENV) $(VENV_OLD) .venv-triton-* .venv-torch-* $(PUPPETEER) .clients
 
 .PHONY: help
 help: ## this list

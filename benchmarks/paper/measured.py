@@ -84,7 +84,7 @@ def serve(model: Any, system: policies.System, requests: list[tuple[list[int], i
 
 def main(argv: list[str] | None = None) -> None:
     parser = command.parser(__doc__)
-    parser.add_argument("--requests", type=int, default=150)
+    parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
     parser.set_defaults(out=Path(__file__).parents[1] / "results" / "paper")
     args = parser.parse_args(argv)

@@ -51,7 +51,8 @@ def prepare(model: Any, call: PreparedCall) -> PreparedCall:
         check_tokens(call.input_ids)
         check_tokens(call.others.get("inputs_embeds"))
         if not call.is_submitted and call.input_ids.is_cpu and call.input_ids.numel():
-            check_ids(*(int(end) for end in call.input_ids.aminmax()), model)
+            low, high = call.input_ids.aminmax()
+            check_ids(int(low), int(high), model)
         call.rows = engine_rows(model, call)
         if call.rows is not None:
             check_prompt(engine, call)

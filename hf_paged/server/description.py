@@ -16,7 +16,6 @@ from starlette.responses import HTMLResponse
 from hf_paged.server.schemas import Body
 from hf_paged.server.serving import Serving
 
-OPENAPI, DOCS = "/openapi.json", "/docs"
 SCHEMAS = "#/components/schemas/"
 ALONE = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}  # the page loads nothing
 

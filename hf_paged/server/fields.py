@@ -214,7 +214,7 @@ PART: Table = {
 TOOL: Table = {"type": honoured("there are no hosted and no custom tools", "function")}
 FUNCTION: Table = {
     "strict": honoured(
-        "enforced where `tool_choice` forces calls; others are read from the text, and follow no schema"
+        "arguments follow the schema, by a grammar; without effect where a tokenizer's own schema reads calls"
     ),
 }
 RESPONSE_FUNCTION: Table = {

@@ -14,29 +14,33 @@ from hf_paged import Grammar, GrammarCompiler
 from hf_paged.server.errors import ApiError, bad_field
 from hf_paged.server.grammar_trial import STACK_BYTES, GrammarTrial
 from hf_paged.server.schemas import ChatRequest, SamplingBody
-from hf_paged.server.tools import grammar_of
+from hf_paged.server.tools import grammar_of, has_schema
 
 LINE = re.compile(r"(?:at )?(\d+)\(\d+\): ")
 MAX_MESSAGE = 1000  # characters: compilers quote what they were given
-ANY_OBJECT = {"type": "object"}
 
 
 def bad_grammar(body: SamplingBody, message: str) -> ApiError:
     """What a compiler or matcher says of the field that a text was to follow."""
     wanted, own = body.structured_outputs, body.response_format
-    if isinstance(body, ChatRequest) and body.is_forced:
-        field = "tools"
-        line = LINE.match(message)  # of `grammar_of`, which has two for each that may be called, behind two of its own
-        number = (int(line[1]) - 3) // 2 if line else -1
-        if 0 <= number < len(body.callable_tools):
-            field = f"tools.{body.tools.index(body.callable_tools[number])}.function.parameters"
-    elif wanted is not None:
+    if wanted is not None:
         field = f"structured_outputs.{next(iter(wanted.model_fields_set)).rstrip('_')}"
+    elif isinstance(body, ChatRequest) and (number := _tool(body, message)) is not None:
+        field = f"tools.{number}.function.parameters"
+    elif body.json_format is None or (isinstance(body, ChatRequest) and body.is_forced):
+        field = "tools"
     else:
         field = "response_format" if own is None or own.json_schema is None else "response_format.json_schema.schema"
     if "NoExtensionBias" in message:
         message = "it allows no text at all"
     return bad_field(field, message.removesuffix("<non-verbose/>").strip()[:MAX_MESSAGE])
+
+
+def _tool(body: ChatRequest, message: str) -> int | None:
+    """The number of the tool that a compiler's message is about, if it is about one."""
+    line, tools = LINE.match(message), body.callable_tools
+    number = (int(line[1]) - 3) // 2 if line else -1  # `grammar_of` has two lines for each, behind two of its own
+    return body.tools.index(tools[number]) if 0 <= number < len(tools) else None
 
 
 class Formats:
@@ -92,13 +96,15 @@ class Formats:
             self._thread.submit(self._trial.close)
             self._thread.shutdown(wait=False)
 
-    def _compiled(self, body: SamplingBody) -> Grammar:
-        own, wanted, compiler = body.response_format, body.structured_outputs, self._compiler
-        if isinstance(body, ChatRequest) and body.is_forced:
-            return compiler.lark(grammar_of(body))
-        if own is not None:
-            return compiler.json_schema(ANY_OBJECT if own.json_schema is None else own.json_schema.schema_)
-        assert wanted is not None
+    def _compiled(self, body: SamplingBody) -> Grammar | None:
+        wanted, compiler, tokenizer = body.structured_outputs, self._compiler, self._arguments[0]
+        chat = body if isinstance(body, ChatRequest) and body.offered_tools and wanted is None else None
+        if chat is not None and (chat.is_forced or not has_schema(tokenizer)):  # which alone knows how calls look
+            return compiler.lark(grammar_of(chat, tokenizer))
+        if body.json_format is not None:
+            return compiler.json_schema(body.json_format)
+        if wanted is None:
+            return None
         if wanted.regex is not None:
             return compiler.regex(wanted.regex)
         if wanted.grammar is not None:

@@ -20,6 +20,7 @@ TokenId = Annotated[int, Field(ge=0)]
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]  # any number of them: one that is wrong is enough
 Some = Annotated[list[T], Field(fail_fast=True, max_length=1024)]
+ANY_OBJECT = {"type": "object"}
 LEAST_TEMPERATURE = 1e-4  # below, logits may overflow
 
 
@@ -172,9 +173,16 @@ class SamplingBody(Body):
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
     @property
+    def json_format(self) -> dict[str, Any] | None:
+        """The schema of its texts, if they are to be JSON."""
+        own = self.response_format
+        if own is None or own.type == "text":
+            return None
+        return ANY_OBJECT if own.json_schema is None else own.json_schema.schema_
+
+    @property
     def is_structured(self) -> bool:
-        has_format = self.response_format is not None and self.response_format.type != "text"
-        return has_format or self.structured_outputs is not None
+        return self.json_format is not None or self.structured_outputs is not None
 
     @property
     def stops(self) -> list[str]:
@@ -495,7 +503,7 @@ class ChatRequest(SamplingBody):
 
     @property
     def is_structured(self) -> bool:
-        return self.is_forced or super().is_structured
+        return self.is_forced or any(tool.function.strict for tool in self.offered_tools) or super().is_structured
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -514,6 +522,8 @@ class ChatRequest(SamplingBody):
         if self.is_forced and not self.callable_tools:
             problem = "there is no such tool among tools" if self.tools else "it forces a call, and there are no tools"
             raise ValueError(f"tool_choice: {problem}")
+        if self.is_forced and self.structured_outputs is not None:
+            raise ValueError("structured_outputs: not beside a tool_choice that forces calls")
         if len({tool.function.name for tool in self.tools}) < len(self.tools):
             raise ValueError("tools: two of them have one name")
         if self.top_logprobs is not None and not self.logprobs:

@@ -42,7 +42,8 @@ NEUTRAL = {
     "no_repeat_ngram_size": 0,
     "num_return_sequences": 1,
 }
-WITHOUT_KEY = ("/health", "/ready", "/docs", "/openapi.json")
+OPENAPI, DOCS = "/openapi.json", "/docs"
+WITHOUT_KEY = ("/health", "/ready", DOCS, OPENAPI)
 QUICK = 1 << 14  # characters of a request that are made token ids of in some milliseconds
 ERROR_SECONDS = 0.01  # before an error is told: a client that makes nothing else makes fewer of them
 CHARACTERS_PER_TOKEN = 32  # more than any text has on average

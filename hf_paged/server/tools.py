@@ -1,4 +1,4 @@
-"""Calls of functions in an assistant's message: made by a grammar where they are forced, else read from the text."""
+"""Calls of functions in an assistant's message: grammars that make them, and parsers that read them from the text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from hf_paged import GrammarCompiler
-from hf_paged.server.schemas import ChatRequest, Function
+from hf_paged.server.schemas import ANY_OBJECT, ChatRequest, Function
 from hf_paged.server.text import StopStrings
 
 Piece = dict[str, Any]  # what a delta of a message has: content, or tool_calls
@@ -21,16 +21,36 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 HEAD = re.compile(r'\s*\}?\s*[\[,]?\s*\{"name": "([^"]*)", "arguments":\s*')
 
 
-def grammar_of(body: ChatRequest) -> str:
-    """In Lark's syntax, a list of calls of the functions that may be called: at least one."""
-    rules, calls = [], []
+def grammar_of(body: ChatRequest, tokenizer: Any) -> str:
+    """In Lark's syntax, a list of calls where they are forced; else a text, and calls between tags.
+
+    The text follows a format if there is one, and arguments the schemas of functions that are forced or strict.
+    """
+    rules, names = [], []
     for number, tool in enumerate(body.callable_tools):
-        schema = _arguments(tool.function) | {"x-guidance": GrammarCompiler.COMPACT}
+        follows = body.is_forced or tool.function.strict
+        schema = _json(_arguments(tool.function) if follows else ANY_OBJECT)
         head = json.dumps('{"name": ' + json.dumps(tool.function.name) + ', "arguments": ')
-        rules.append(f'call{number}: {head} args{number} "}}"\nargs{number}: %json {json.dumps(schema)}')
-        calls.append(f"call{number}")
-    more = ' ("," call)*' if body.may_call_more else ""
-    return f'start: "[" call{more} "]"\ncall: {" | ".join(calls)}\n' + "\n".join(rules)
+        rules += [f'call{number}: {head} args{number} "}}"', f"args{number}: {schema}"]
+        names.append(f"call{number}")
+    call = " | ".join(names)
+    if body.is_forced:
+        more = ' ("," call)*' if body.may_call_more else ""
+        return "\n".join([f'start: "[" call{more} "]"', f"call: {call}", *rules])
+    added = tokenizer.get_added_vocab()  # a token of its own is no text to a grammar
+    first, last = (tag if tag in added else json.dumps(tag) for tag in (OPEN, CLOSE))
+    if body.json_format is not None:
+        start = f"text | ({first} call GAP){'+' if body.may_call_more else ''}"
+        texts = [f"text: {_json(body.json_format)}"]
+    else:
+        before = f"TEXT? {first}" if OPEN in added else "before"
+        start = f"({before} call){'*' if body.may_call_more else '?'} TEXT?"
+        texts = [rf"before[lazy]: /(.|\n)*{OPEN}/", rf"TEXT: /(.|\n)+/ & ~/(.|\n)*{OPEN}(.|\n)*/"]
+    return "\n".join([f"start: {start}", f"call: GAP ({call}) GAP {last}", *rules, r"GAP: /[ \n]?/", *texts])
+
+
+def _json(schema: dict[str, Any]) -> str:
+    return "%json " + json.dumps(schema | {"x-guidance": GrammarCompiler.COMPACT})
 
 
 def _arguments(function: Function) -> dict[str, Any]:

@@ -363,6 +363,7 @@ def serve(
         int | None, typer.Option(min=1, help="Blocks in the pool; default: from free memory.")
     ] = None,
     max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Sequences in a step; default: 256.")] = None,
+    max_branches: Annotated[int | None, typer.Option(min=1, help="Samples or beams that a prompt may have.")] = None,
     max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; beyond them: 429.")] = 1024,
     max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="The longest prompt.")] = None,
     max_body_mib: Annotated[float, typer.Option(min=0.001, help="The largest body of a request.")] = 4.0,
@@ -399,7 +400,8 @@ def serve(
     is_embedded = model == str(TINY_MODEL)
     if threads or is_embedded:
         torch.set_num_threads(threads or 1)
-    given: dict[str, Any] = {"block_size": block_size, "num_blocks": num_blocks, "max_num_seqs": max_num_seqs}
+    given: dict[str, Any] = {"block_size": block_size, "num_blocks": num_blocks}
+    given |= {"max_num_seqs": max_num_seqs, "max_branches": max_branches}
     try:
         from hf_paged.server.run import run_server  # with its extra
         from hf_paged.server.settings import ServerSettings, name_of

@@ -26,7 +26,7 @@ NEW = 10
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {% for part in message['content'] %}"
     "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{{ '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
+    "{% if add_generation_prompt %}assistant:{{ first_words or '' }}{% endif %}"
 )
 
 
@@ -108,6 +108,17 @@ def test_tokens_are_those_of_stock(served: Served) -> None:
         assert found[-1] == expected(text, pictures)
     assert len({text for texts in found for text in texts}) == 4, "the pictures change nothing"
     assert ask(served, "What is it?") == found[-1]
+
+
+def test_variables_of_the_template(served: Served) -> None:
+    """Would break: a client that sets what the processor does with pictures."""
+    content, prompt = [part_of(0)], "user: <image>\nassistant:"
+    assert ask(served, content, chat_template_kwargs={"first_words": " A"}) == expected(f"{prompt} A", [0])
+    assert ask(served, content, reasoning_effort="high") == expected(prompt, [0])
+    for name in ("size", "images", "messages", "tokenize"):
+        body = {"messages": [{"role": "user", "content": content}], "chat_template_kwargs": {name: {"height": 1 << 20}}}
+        reply = served.post(CHAT, body)
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == f"chat_template_kwargs.{name}"
     beams = ask(served, [part_of(0)], num_beams=3, n=2)
     assert beams == expected("user: <image>\nassistant:", [0], num_beams=3, num_return_sequences=2)
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from functools import cache
 from typing import Any
 
 import pytest
 from openai.types.responses import Response
 
+from helpers.models import tiny_tokenizer
 from helpers.serving import Served, shared_server
+from hf_paged import GrammarCompiler
 from hf_paged.server.responses import _Items
 from hf_paged.server.schemas import ChatRequest
 from hf_paged.server.text import StopStrings
-from hf_paged.server.tools import _ForcedCalls, message_of, parser_of, read
+from hf_paged.server.tools import _ForcedCalls, grammar_of, message_of, parser_of, read
 
 MESSAGES: Any = [{"role": "user", "content": "What is the weather?"}]
 WEATHER = {
@@ -101,6 +105,7 @@ def test_a_chat_that_goes_on_behind_calls(served: Served) -> None:
 
 
 DEEP_CALL = {"type": "function_call", "call_id": "a", "name": "b", "arguments": "[" * 300 + "]" * 300}
+BAD = {"type": "object", "required": 5}
 SEEN = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
 AUTO: Any = {"messages": MESSAGES, "tools": TOOLS}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"town": "Rome"}}\n</tool_call>'
@@ -131,6 +136,68 @@ def test_tagged_calls(text: str, content: str, names: list[str], size: int, is_p
     assert all(json.loads(call["function"]["arguments"]) == {"town": "Rome"} for call in calls)
 
 
+SAYING, NOT = CALL.replace('"Rome"', '"Rome", "days": 3'), CALL.replace('"Rome"', '"Oslo", "days": 3')
+STRICT: Any = [{"type": "function", "function": WEATHER | {"strict": True}}, TOOLS[1]]
+LOOSE = '<tool_call>{"name": "now", "arguments": {"any": [1]}}</tool_call>'
+JSON: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": {"a": 1}}}}
+ALLOWED: list[tuple[str, dict[str, Any], bool]] = [  # a text, beside what, and whether it may be generated
+    ("Hm, 1 < 2 <tool", {}, True),
+    ('{"a": 1}', {}, True),
+    (f"Let me see. {SAYING}\n{LOOSE} so", {}, True),
+    (f"Let me see. {NOT}", {}, False),
+    ("<tool_call>\nno call", {}, False),
+    ('<tool_call>{"name": "other", "arguments": {}}</tool_call>', {}, False),
+    (f"So: {SAYING}", {"parallel_tool_calls": False}, True),
+    (f"{SAYING}\n{LOOSE}", {"parallel_tool_calls": False}, False),
+    ('{"a": 1}', {"response_format": JSON}, True),
+    (f"{SAYING}\n{LOOSE}", {"response_format": JSON}, True),
+    ("Hm", {"response_format": JSON}, False),
+    (f'{{"a": 1}}{SAYING}', {"response_format": JSON}, False),
+    (f"{SAYING}\n{LOOSE}", {"response_format": JSON, "parallel_tool_calls": False}, False),
+    (NOT, {"response_format": JSON, "tools": TOOLS}, True),
+]
+
+
+@cache
+def grammars(has_tags: bool) -> tuple[Any, GrammarCompiler]:
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    if has_tags:
+        tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+    return tokenizer, GrammarCompiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+
+
+@pytest.mark.parametrize("has_tags", [False, True], ids=["", "tags_are_tokens"])
+@pytest.mark.parametrize(("text", "beside", "is_allowed"), ALLOWED)
+def test_what_the_grammar_of_strict_calls_allows(
+    text: str, beside: dict[str, Any], is_allowed: bool, has_tags: bool
+) -> None:
+    """Would break: arguments that a schema forbids; a format that keeps a model from calling what it was given."""
+    body = ChatRequest.model_validate({"messages": MESSAGES, "tools": STRICT} | beside)
+    tokenizer, compiler = grammars(has_tags)
+    (matcher,) = compiler.lark(grammar_of(body, tokenizer)).matchers(1)
+    try:
+        for token in [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]:
+            matcher.accept(token)
+    except ValueError:
+        assert not is_allowed
+    else:
+        assert is_allowed
+    assert body.is_structured
+
+
+def test_a_call_beside_a_format(served: Served) -> None:
+    """Would break: a format that is enforced, and functions that are offered and can't be called."""
+    first = tiny_tokenizer()("<tool_call>", add_special_tokens=False)["input_ids"][0]
+    given: Any = {"model": "tiny", "messages": MESSAGES, "tools": STRICT[:1], "parallel_tool_calls": False,
+                  "response_format": JSON, "temperature": 0, "max_tokens": 60}  # fmt: skip
+    said = served.client.chat.completions.create(**given, logit_bias={str(first): -100}).choices[0]
+    assert json.loads(said.message.content or "") == {"a": 1} and said.finish_reason == "stop"
+    called = served.client.chat.completions.create(**given, logit_bias={str(first): 100}).choices[0]
+    assert called.finish_reason == "tool_calls" and called.message.tool_calls
+    (call,) = called.message.tool_calls
+    assert call.type == "function" and set(json.loads(call.function.arguments)) == {"town", "days"}
+
+
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 def test_forced_calls_in_pieces(size: int) -> None:
     wanted = [("a", '{"x": "}]\\"{", "y": [1, {"z": {}}]}'), ("b", "{}"), ("c", '{ "u" : "\\\\" }')]
@@ -150,6 +217,12 @@ def test_forced_calls_in_pieces(size: int) -> None:
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]},
          "tools.0.function.parameters"),
+        ({"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"tools": [TOOLS[1], {"type": "function", "function": WEATHER | {"parameters": BAD, "strict": True}}]},
+         "tools.1.function.parameters"),
+        ({"tools": [{"type": "function", "function": EMPTY | {"strict": True}}], "num_beams": 2}, "num_beams"),
+        ({"tools": TOOLS, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": BAD}}},
+         "response_format.json_schema.schema"),
         ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools.0.type"),
         ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
         ({"tools": TOOLS, "tool_choice": "required", "num_beams": 2}, "num_beams"),
@@ -216,7 +289,10 @@ def test_calls_in_responses(served: Served, name: str) -> None:
     assert (
         kinds.count("response.output_item.done") == kinds.count("response.function_call_arguments.done") == len(calls)
     )
-    assert [tool.to_dict() for tool in reply.tools] == [OWN_TOOLS[0], OWN_TOOLS[1] | {"description": None}]
+    assert [tool.to_dict() for tool in reply.tools] == [
+        OWN_TOOLS[0],
+        OWN_TOOLS[1] | {"description": None, "parameters": None},
+    ]
     if final is None:  # this model calls until it is cut, in the midst of a call or behind one
         assert len(calls) > 1 and reply.status == "incomplete" and kinds[-1] == "response.incomplete"
         assert {call.status for call in calls[:-1]} == {"completed"} and calls[-1].status == "incomplete"

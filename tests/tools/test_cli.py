@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from helpers.models import tiny_lm, tiny_tokenizer
+from hf_paged.server import create_app
 from hf_paged.tools.cli import app, read_prompts
 
 ROOT = Path(__file__).parents[2]
@@ -213,3 +215,28 @@ def test_what_is_not_installed_is_named():
     )
     said = dict(re.findall(r'^= (.*)\n.*: pip install "(.*)"$', result.stderr, re.MULTILINE))
     assert said == NEEDED, result.stderr
+
+
+# ------------------------------------------------------------------------------------------------------------- serve
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "name"),
+    [
+        ([], "bfloat16", "my-model"),
+        (["--dtype", "float32", "--served-name", "other", "--public-docs"], "float32", "other"),
+    ],
+)
+def test_serve_takes_dtype_and_name_from_the_folder(tmp_path, monkeypatch, options, dtype, name):
+    """Would break: weights twice as large as on the disk, a path that clients have to call the model by."""
+    tokenizer, model = tiny_tokenizer(), tiny_lm().bfloat16()
+    for part in (tokenizer, model):
+        part.save_pretrained(tmp_path / "my-model")
+    served = []
+    monkeypatch.setattr("hf_paged.server.run.run_server", lambda *given: served.append(given))
+    result = invoke("serve", f"{tmp_path}/my-model/", "--num-blocks", 64, *options)
+    assert result.exit_code == 0, result.output
+    loaded, _, settings = served[0][:3]
+    assert (str(loaded.dtype), settings.model_name) == (f"torch.{dtype}", name)
+    assert settings.public_docs == bool(options)
+    assert create_app(loaded, tokenizer).state.serving.model_name == "my-model"  # without the command line

@@ -88,8 +88,7 @@ def test_code(page: Path, language: str, code: str) -> None:
         "hf_paged": hf_paged, "torch": torch, "Thread": Thread, "Any": Any, "BaseLLM": BaseLLM,
         "MyProcessor": MyProcessor, "LLMResult": SimpleNamespace, "Generation": SimpleNamespace,
         "name": str(TINY_LM), "model": model, "other_model": tiny_lm(), "tokenizer": tokenizer, "s": None,
-        "inputs": inputs,
-        "ids": inputs["input_ids"][0].tolist(), "first_turn": inputs,
+        "inputs": inputs, "ids": inputs["input_ids"][0].tolist(), "first_turn": inputs,
         "with_second_turn": second, "batch": encode("The old king of", "The door"),
         "thousands_of_prompts": [[1, 5, 6], [1, 7]], "hundreds_of_prompts": ["The old king of", "The door"],
     }  # fmt: skip
@@ -111,8 +110,8 @@ def test_the_tutorial(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_steps_from_scratch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["paged_from_scratch.py"])
     paged_from_scratch.main()
-    shown = next(code for kind, code in BLOCK.findall((ROOT / "docs/from_scratch.md").read_text()) if kind == "text")
-    assert capsys.readouterr().out.startswith(shown)
+    [printed] = [code for kind, code in BLOCK.findall((ROOT / "docs/from_scratch.md").read_text()) if kind == "output"]
+    assert capsys.readouterr().out.startswith(printed)
 
 
 def test_the_reference_has_every_public_name() -> None:

@@ -53,6 +53,6 @@ say "the documentation"
 make docs
 
 say "the demo in Firefox"
-make demo-firefox
+make test-firefox
 
 say "all of it passed"

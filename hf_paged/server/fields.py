@@ -43,8 +43,9 @@ class Rule:
 
     @property
     def sentence(self) -> str:
-        """The note, behind the fate of a field that isn't honoured."""
-        return self.note if self.fate == HONOURED else f"{self.fate}: {self.note}"
+        """The note, behind the fate of a field that isn't honoured, or of its other values."""
+        fate = "others are not supported" if self.fate == REFUSED else self.fate
+        return self.note if self.fate == HONOURED else f"{fate}: {self.note}"
 
 
 Table = Mapping[str, Rule]

@@ -48,13 +48,13 @@ TemplateKwargs = Annotated[dict[str, Any], BeforeValidator(not_many)]
 def _describe(schema: dict[str, Any], kind: type[Body]) -> None:
     """Adds to a JSON schema what its fields do, and those without effect."""
     known = schema.get("properties", {})
-    schema["properties"] = {}
-    for name, rule in kind.rules.items():
-        if rule.is_ever_taken:
-            own = schema["properties"][name] = known.pop(name, {})
-            own |= {"description": rule.sentence} if rule.sentence else {}
-            own |= {} if rule.values is None else {"enum": list(rule.values)}
-    schema["properties"] |= known
+    honoured = [name for name, rule in kind.rules.items() if rule.fate == HONOURED]
+    others = [name for name, rule in kind.rules.items() if rule.is_ever_taken]
+    properties = schema["properties"] = {name: known.get(name, {}) for name in [*honoured, *known, *others]}
+    for name in others:
+        rule = kind.rules[name]
+        properties[name] |= {"description": rule.sentence} if rule.sentence else {}
+        properties[name] |= {} if rule.values is None else {"enum": list(rule.values)}
 
 
 class Body(BaseModel):

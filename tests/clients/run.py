@@ -221,7 +221,7 @@ def main() -> int:
                 num_failed += 1
                 result, reason = "[red]failed[/]", f": {escape(str(error))}"
             name = f"{client.name} ({client.pins})"
-            console.print(f"{result} {escape(name)}, {time.monotonic() - started:.0f} s{reason}")
+            console.print(f"{result} {escape(name)}, {time.monotonic() - started:.0f} s{reason}", soft_wrap=True)
     console.print(f"{len(chosen) - num_failed} passed, {num_failed} failed")
     return int(num_failed > 0)
 

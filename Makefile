@@ -27,7 +27,7 @@ EVERY ?= 4
 # What the oldest supported transformers is tested with: everything except what drives the package from outside
 # (a subprocess per example or command) and what knows no transformers, which the newest one already tests.
 NOT_CORE := $(wildcard tests/core/test_*.py tests/kernels/test_*.py tests/memory/test_*.py tests/demo/test_*.py) \
-    $(addprefix tests/tools/test_,cli.py examples.py benchmarks.py gpu_runs.py soak.py fuzz.py paper.py report.py tiny_lm.py docs.py) \
+    $(addprefix tests/tools/test_,cli.py examples.py benchmarks.py gpu_runs.py soak.py fuzz.py paper.py report.py tiny_lm.py docs.py release.py) \
     $(addprefix tests/server/test_,every_field.py unwelcome.py hard_use.py requests.py formats.py) \
     tests/attention/test_metadata.py tests/attention/test_decode_work.py tests/attention/test_lazy.py \
     tests/parallel/test_ranks.py

@@ -151,7 +151,7 @@ CHAT: Table = {
 }
 
 OF_CHAT = ("model", "temperature", "top_p", "stream", "tools", "tool_choice", "parallel_tool_calls",
-           "chat_template_kwargs", "user", "service_tier", "prompt_cache_key", "prompt_cache_retention",
+           "chat_template_kwargs", "ignore_eos", "user", "service_tier", "prompt_cache_key", "prompt_cache_retention",
            "prompt_cache_options", "safety_identifier")  # fmt: skip
 RESPONSE: Table = {
     "input": honoured("a text, or messages, calls of functions and their outputs; pictures as data URLs"),
@@ -197,7 +197,9 @@ REASONING: Table = {
     "context": ignored("there are no reasoning items"),
     "mode": refused("there is one", "standard"),
 }
+FUNCTION_CALL: Table = {"parsed_arguments": ignored("of an answer that is sent back")}
 MESSAGE: Table = {
+    "parsed": ignored("of an answer that is sent back"),
     "annotations": ignored("of an answer that is sent back"),
     "refusal": refused("send it as content"),
     "audio": refused("texts only"),
@@ -253,6 +255,7 @@ TABLES: Mapping[str, Table] = {  # as the page has them
     "`reasoning` (`/v1/responses`)": REASONING,
     "Messages of a chat": MESSAGE,
     "Parts of a message's content": PART,
+    "Calls in a message's `tool_calls`": FUNCTION_CALL,
     "Functions in `tools`": RESPONSE_FUNCTION,
     "Messages in `input` (`/v1/responses`)": INPUT_MESSAGE,
     "Calls in `input` (`/v1/responses`)": INPUT_CALL,

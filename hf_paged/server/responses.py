@@ -154,6 +154,7 @@ class ResponsesRequest(Body):
     reasoning: Reasoning = Reasoning()
     chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
     metadata: Annotated[dict[str, str], BeforeValidator(not_many), Field(max_length=16)] = Field(default_factory=dict)
+    ignore_eos: bool = False
     user: str | None = Field(None, max_length=512)
     truncation: Literal["auto", "disabled"] = "disabled"
 
@@ -183,7 +184,9 @@ class _AsChat:
             form["json_schema"] = {"name": wanted.name or "text", "schema": wanted.schema_}
         self._places |= {f"tools.{number}.function": f"tools.{number}" for number in range(len(given.tools))}
         fields = {
-            **{name: getattr(given, name) for name in ("model", "temperature", "top_p", "stream", "user")},
+            **{
+                name: getattr(given, name) for name in ("model", "temperature", "top_p", "stream", "ignore_eos", "user")
+            },
             "messages": self._messages,
             "max_completion_tokens": given.max_output_tokens,
             "response_format": form,

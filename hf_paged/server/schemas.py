@@ -369,6 +369,7 @@ class ContentPart(Body):
 class FunctionCall(Body):
     """A function that the model has called; `arguments` are JSON."""
 
+    rules = fields.FUNCTION_CALL
     name: str
     arguments: str
 

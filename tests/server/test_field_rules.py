@@ -65,6 +65,7 @@ def test_the_page_is_that_of_the_tables() -> None:
 HI: Any = {"role": "user", "content": "Hi"}
 FUNCTION: Any = {"name": "now", "parameters": {"type": "object", "properties": {}}}
 CALL: Any = {"type": "function_call", "call_id": "a", "name": "now", "arguments": "{}"}
+CALLED: Any = {"name": "now", "arguments": "{}"}
 SAID: Any = {"type": "output_text", "text": "Hi"}
 WHOLE: dict[str, tuple[str, dict[str, Any], str]] = {  # where the fields of a table are: path, body, place
     "/v1/chat/completions": ("/v1/chat/completions", {"messages": [HI]}, ""),
@@ -77,6 +78,11 @@ WHOLE: dict[str, tuple[str, dict[str, Any], str]] = {  # where the fields of a t
     "Messages of a chat": ("/v1/chat/completions", {"messages": [HI]}, "messages.0"),
     "Parts of a message's content": ("/v1/responses", {"input": [{"role": "assistant", "content": [SAID]}]},
                                      "input.0.content.0"),
+    "Calls in a message's `tool_calls`": (
+        "/v1/chat/completions",
+        {"messages": [HI, {"role": "assistant", "tool_calls": [{"id": "a", "function": CALLED}]}]},
+        "messages.1.tool_calls.0.function",
+    ),
     "Functions in `tools`": ("/v1/responses", {"input": "Hi", "tools": [FUNCTION | {"type": "function"}]}, "tools.0"),
     "Messages in `input` (`/v1/responses`)": ("/v1/responses", {"input": [HI]}, "input.0"),
     "Calls in `input` (`/v1/responses`)": ("/v1/responses", {"input": [HI, CALL]}, "input.1"),

@@ -15,6 +15,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 RELATIVE = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 
+pytest.importorskip("hatchling", reason="of the extra dev")
+
 pytestmark = pytest.mark.ci
 
 
@@ -47,7 +49,6 @@ def test_the_sdist_has_what_its_readme_links_to(built: Path) -> None:
 
 
 def test_links_with_a_base_url() -> None:
-    pytest.importorskip("hatchling", reason="without the extra dev nothing is built")
     from readme_hook import absolute
 
     text = "See [a](docs/a.md#b), ![p](x.png)\n\n[w](https://w.org)\n<!-- note -->\n"

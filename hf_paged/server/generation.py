@@ -109,11 +109,14 @@ class Text:
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """One prompt: its request, the texts of each of its sequences, how many go on, and how many tokens were read."""
+    """One prompt: its request, the texts of each of its sequences, how many go on, whether it is said how likely their
+    tokens are, and how many tokens were read.
+    """
 
     request: Request
     texts: list[list[Text]]
     num_open: int
+    has_logprobs: bool
     num_read: int = 0
     is_over: bool = False
 
@@ -251,7 +254,7 @@ class Generation:
             self.texts.append(text)
             texts[number % num_sequences].append(text)
         prompt.inputs.clear()  # the model has seen its pictures
-        self._parts.append(_Part(request, texts, body.num_samples))
+        self._parts.append(_Part(request, texts, body.num_samples, "logprobs" in arguments))
 
     def _name(self, number: int) -> str | None:
         return f"{self.label}.{number}" if self.label is not None and number else self.label
@@ -334,6 +337,8 @@ class Generation:
         request = part.request
         is_done = request.is_done  # before the look at what has come
         new = request.events_since(part.num_read)
+        if part.has_logprobs and new and new[0].logprobs is None:
+            new = []  # of transformers' own loop: how likely its tokens were is known at its end
         part.num_read += len(new)
         output = None
         if is_done:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -193,6 +194,20 @@ def test_logprobs(served: Served, is_chat: bool) -> None:
         for name in ("tokens", "text_offset", "token_logprobs"):
             again = [each for piece in pieces for each in piece[name]]
             assert again == (said[name] if name != "token_logprobs" else pytest.approx(said[name], abs=1e-3))
+
+
+def test_logprobs_of_transformers_own_loop() -> None:
+    """Would break: tokens that are read as they come, before it is known how likely they were."""
+    model = tiny_lm()
+    model.register_forward_hook(lambda *_: time.sleep(0.01))  # a model that takes its time
+    with serving(model=model) as served:
+        asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "logprobs": 1}
+        reply, (_, events) = served.complete(**asked), streamed(served, **asked)
+        assert served.engine.stats().detours, "the engine chose the tokens"
+    said = reply["choices"][0]["logprobs"]
+    assert len(said["token_logprobs"]) == 6 and "".join(said["tokens"]) == reply["choices"][0]["text"]
+    pieces = [choice["logprobs"] for event in events for choice in event["choices"] if choice["logprobs"]]
+    assert [token for piece in pieces for token in piece["tokens"]] == said["tokens"]
 
 
 @pytest.mark.parametrize("given", [{}, {"n": 2, "seed": 5}, {"max_tokens": 0}, {"num_beams": 2}], ids=str)

@@ -75,7 +75,11 @@ class Pacer:
         """From now on every step runs here, and `listener` gets the snapshot after it; it must only keep that."""
         with self._lock:
             self._listeners.append(listener)
-            self._apply()
+            try:
+                self._apply()
+            except BaseException:
+                self._listeners.remove(listener)
+                raise
 
     def leave(self, listener: Listener) -> None:
         """Ends `attend`."""

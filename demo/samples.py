@@ -129,9 +129,12 @@ async def _score(hub: Hub, prompt_ids: list[int], tree: BeamTree, returned: list
             for number, (path, shared) in enumerate(branches, start=1)
         ]
 
-    requests = await asyncio.to_thread(submit)
-    hub.pacer.wake()
-    outputs = await asyncio.gather(*requests)
+    try:
+        requests = await asyncio.to_thread(submit)
+        hub.pacer.wake()
+        outputs = await asyncio.gather(*requests)
+    except (ValueError, RuntimeError):  # the pool has been replaced, or its queue is full: a tree without scores
+        return
     tree.score(branches, ([token.logprob for token in output.prompt_logprobs or []] for output in outputs))
 
 

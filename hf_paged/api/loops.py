@@ -50,7 +50,8 @@ def prepare(model: Any, call: PreparedCall) -> PreparedCall:
     if call.cache is not None:
         check_tokens(call.input_ids)
         check_tokens(call.others.get("inputs_embeds"))
-        if not call.is_submitted and call.input_ids.is_cpu and call.input_ids.numel():
+        is_text = engine.core.bound.wrapper is None  # others may have ids that stand for pictures
+        if is_text and not call.is_submitted and call.input_ids.is_cpu and call.input_ids.numel():
             low, high = call.input_ids.aminmax()
             check_ids(int(low), int(high), model)
         call.rows = engine_rows(model, call)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, replace
+from inspect import getattr_static
 from typing import Any
 
 import torch
@@ -97,10 +98,10 @@ def unwrap(model: Any) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         remedy = ""
-        if isinstance(getattr(model, "model", None), nn.Module):
-            remedy = "; give the model inside, its `.model`"
-        elif isinstance(model, str):
+        if isinstance(model, str):
             remedy = "; load it first, as AutoModelForCausalLM.from_pretrained(...)"
+        elif isinstance(getattr_static(model, "model", None), nn.Module):
+            remedy = "; give the model inside, its `.model`"
         raise ValueError(f"expected a Hugging Face model, got {type(model).__name__}: {model!r:.80}{remedy}")
     get_base_model: Any = getattr(model, "get_base_model", None)
     inner = model if get_base_model is None else get_base_model()

@@ -22,7 +22,8 @@ class Policy(Protocol):
     def order(self, group: SequenceGroup) -> tuple[int, ...]:
         """Sort key of a new group in all queues, by its `priority`, `arrival` (a number) and `max_tokens`.
 
-        Asked once, on the caller's thread; all keys have one length, and no two are equal.
+        Asked once for each group, and again when a call goes on with a `PagedCache` that was kept. All keys have one
+        length, and no two are equal.
         """
 
     def spare(self, group: SequenceGroup, num_blocks: int, is_alone: bool, is_forced: bool) -> int | None:

@@ -83,7 +83,7 @@ class Preemption:
         return fixed
 
     def preempt_for(self, group: SequenceGroup, step: Step) -> bool:
-        """Preempts one group so that another can run: an idle one, else the newest that is newer (if forced: any)."""
+        """Preempts one group so that another can run: an idle one, else the last behind it (if forced: any)."""
         victim = self._victim(
             lambda other: other is not group and (step.forced or other.is_idle or other.order > group.order)
         )

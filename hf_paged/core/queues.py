@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import heapq
+import logging
 from collections.abc import Hashable, Iterable
 
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.policy import FCFS, Policy
 from hf_paged.core.sequence import SequenceGroup, SequenceStatus
+
+logger = logging.getLogger(__name__)
 
 
 class Line:
@@ -115,10 +118,17 @@ class Queues:
         return group.arrival in self.in_flight
 
     def enter(self, group: SequenceGroup) -> SequenceGroup:
-        """Makes a group the newest. What the policy raises leaves all as it was, but for the numbers."""
+        """Makes a group the newest.
+
+        Raises:
+            ValueError: The policy's key is no tuple of integers.
+            Exception: What the policy raises.
+        """
         self._num_arrivals += 1
         group.arrival = self._num_arrivals
         group.order = self.policy.order(group)
+        if not isinstance(group.order, tuple) or not all(isinstance(each, int) for each in group.order):
+            raise ValueError(f"order() of a policy must return a tuple of integers, got {group.order!r:.80}")
         return group
 
     def in_order(self) -> Iterable[tuple[int, SequenceGroup]]:
@@ -141,9 +151,15 @@ class Queues:
 
     def renew(self, group: SequenceGroup) -> None:
         """Makes an old group the newest: another call begins over a cache that was kept."""
+        before = group.arrival, group.order
+        try:
+            self.enter(group)
+        except Exception:
+            group.arrival, group.order = before
+            logger.exception("hf_paged: the policy failed, and rows of a PagedCache keep their place in the queues")
+            return
         for groups in (self.live, self.resident, self.ready, self.waiting.groups, self.swapped.groups):
-            groups.pop(group.arrival, None)
-        self.enter(group)
+            groups.pop(before[0], None)
         self.live[group.arrival] = group
         self.file(group)
 

@@ -19,7 +19,7 @@ PATH = "/v1/chat/completions"
 
 
 async def create(serving: Serving, request: Request) -> Any:
-    """Messages of an assistant."""
+    """The assistant's next message."""
     body = await serving.body(request, ChatRequest)
     generation = await start(serving, request, body)
     return await serving.reply(request, body, generation, _Answer(serving, body, generation))

@@ -20,7 +20,7 @@ PATH = "/v1/completions"
 
 
 async def create(serving: Serving, request: Request) -> Any:
-    """Texts that go on."""
+    """Texts that go on where prompts end."""
     body = await serving.body(request, CompletionRequest)
     generation = await serving.start(request, body, lambda: serving.prompts.of_completion(body))
     return await serving.reply(request, body, generation, _Answer(serving, body, generation))

@@ -33,7 +33,9 @@ class Rule:
 
     def takes(self, value: Any) -> bool:
         """Whether the field may have this value, as far as these tables know."""
-        return self.fate != REFUSED if self.values is None else value in self.values
+        if self.values is None:
+            return self.fate != REFUSED
+        return any(type(value) is type(each) and value == each for each in self.values)
 
     @property
     def refusal(self) -> str:

@@ -78,7 +78,12 @@ class _EngineMetrics(Collector):
         usage, looked_up = used / max(stats.num_blocks, 1), stats.prefix_cache_query_tokens
         gauge, counter = GaugeMetricFamily, CounterMetricFamily
         for kind, name, text, value in (
-            (gauge, "vllm:num_requests_running", "Sequences with keys and values in the pool", stats.num_running),
+            (
+                gauge,
+                "vllm:num_requests_running",
+                "Sequences of calls with keys and values in the pool",
+                stats.num_running,
+            ),
             (gauge, "vllm:num_requests_waiting", "Requests without blocks", stats.num_waiting),
             (gauge, "vllm:kv_cache_usage_perc", "Share of the pool's blocks in use, 0 to 1", usage),
             (counter, "vllm:prefix_cache_queries", "Tokens looked up in the prefix cache", looked_up),

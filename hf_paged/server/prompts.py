@@ -104,8 +104,8 @@ class Prompts:
             )
         chat = [self._plain(message, f"messages.{number}") for number, message in enumerate(messages)]
         given = {"tools": tools, "chat_template": self._template, "add_generation_prompt": add_generation_prompt}
-        given |= self._read(variables or {}, tools is not None)
         try:
+            given |= self._read(variables, tools is not None) if variables else {}
             if self._pictures is not None:
                 token_ids, inputs, pixels = self._pictures.chat(chat, **given)
                 return Prompt(self._checked(token_ids, "messages"), inputs, pixels)
@@ -121,7 +121,7 @@ class Prompts:
         template = self._templates
         if isinstance(template, dict):  # as transformers chooses
             template = template["tool_use" if has_tools and "tool_use" in template else "default"]
-        known = _get_template_variables(template) - OURS if variables else ()
+        known = _get_template_variables(template) - OURS
         for name in variables:
             if name not in known and name != "reasoning_effort":
                 raise bad_field(f"chat_template_kwargs.{name:.100}", "the model's chat template does not read it")

@@ -183,7 +183,7 @@ class _AsChat:
         if wanted.type == "json_schema":
             form["json_schema"] = {"name": wanted.name or "text", "schema": wanted.schema_}
         self._places |= {f"tools.{number}.function": f"tools.{number}" for number in range(len(given.tools))}
-        fields = {
+        as_chat = {
             **{
                 name: getattr(given, name) for name in ("model", "temperature", "top_p", "stream", "ignore_eos", "user")
             },
@@ -202,9 +202,9 @@ class _AsChat:
             "chat_template_kwargs": given.chat_template_kwargs,
         }
         try:
-            self.body = ChatRequest.model_validate(fields)
+            self.body = ChatRequest.model_validate(as_chat)
         except ValidationError as error:
-            raise self.renamed(invalid_body(error, json.dumps(fields).encode())) from None
+            raise self.renamed(invalid_body(error, json.dumps(as_chat).encode())) from None
 
     def renamed(self, error: ApiError) -> ApiError:
         """What is said of a field of the chat, said of the request's."""

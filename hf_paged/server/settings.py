@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 
 def name_of(path: str) -> str:
     """What a model is called by default: its name, or that of its folder."""
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))  # which, unlike Path's own, raises nothing
     return folder.resolve().name if path and folder.is_dir() else path
 
 

@@ -18,6 +18,7 @@ Piece = dict[str, Any]  # what a delta of a message has: content, or tool_calls
 
 PIECE = 4096  # characters
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+COMBINED = {"$ref", "allOf", "anyOf", "oneOf", "if", "patternProperties"}  # what may bring further properties
 HEAD = re.compile(r'\s*\}?\s*[\[,]?\s*\{"name": "([^"]*)", "arguments":\s*')
 
 
@@ -59,7 +60,9 @@ def _arguments(function: Function) -> dict[str, Any]:
     Clients leave `additionalProperties` out, and a small model then adds properties until its limit cuts the call.
     """
     parameters = function.parameters or {"type": "object", "properties": {}}
-    return ({"additionalProperties": False} if "properties" in parameters else {}) | parameters
+    says_all = "properties" in parameters and not COMBINED & parameters.keys()
+    says_all = says_all and set(parameters.get("required", ())) <= parameters["properties"].keys()
+    return ({"additionalProperties": False} if says_all else {}) | parameters
 
 
 class Parser:

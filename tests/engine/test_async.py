@@ -159,10 +159,10 @@ def test_one_ends_the_iteration_that_another_is_in(pair: Pair) -> None:
             await asyncio.sleep(0.01)
             await tokens.aclose()
             seen = await asyncio.wait_for(task, PATIENCE)
-        assert len(seen) == 4 and [token async for token in tokens] == []
+        assert 0 < len(seen) < 12 and [token async for token in tokens] == []
         await tokens.aclose()
         result = await request
-        assert len(result.token_ids) == 12 and result.token_ids[:4] == seen
+        assert len(result.token_ids) == 12 and result.token_ids[: len(seen)] == seen
         assert [token async for token in request] == result.token_ids
 
     asyncio.run(main())

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -439,6 +439,21 @@ def test_a_policy_that_raises(make_pair: MakePair, method: str) -> None:
         assert len(running.result(PATIENCE).token_ids) == 4
     assert len(pair.engine.submit([7, 8], max_new_tokens=4).result(PATIENCE).token_ids) == 4
     pair.engine.check_invariants()
+
+
+def test_a_policy_that_raises_over_a_kept_cache(make_pair: MakePair, caplog: pytest.LogCaptureFixture) -> None:
+    """Would break: rows that are in no queue any more, and blocks that are lost with them."""
+    policy = NewestFirst()
+    pair = make_pair(policy=policy)
+    cache = hf_paged.PagedCache(pair.paged)
+    ids = pair.paged.generate(random_ids(1, 6), max_new_tokens=3, past_key_values=cache)
+    with patch.object(policy, "order", Mock(side_effect=Boom)):
+        again = pair.paged.generate(ids, max_new_tokens=3, past_key_values=cache)
+    assert torch.equal(again, pair.stock.generate(ids, max_new_tokens=3)) and "keep their place" in caplog.text
+    with patch.object(policy, "order", Mock(return_value=None)), pytest.raises(ValueError, match="tuple of integers"):
+        pair.engine.submit([5, 6], max_new_tokens=2)
+    del cache
+    pair.assert_all_free()
 
 
 def test_a_limit_of_branches(make_pair: MakePair) -> None:

@@ -198,6 +198,15 @@ def test_a_call_beside_a_format(served: Served) -> None:
     assert call.type == "function" and set(json.loads(call.function.arguments)) == {"town", "days"}
 
 
+@pytest.mark.parametrize("more", [{"required": ["a", "b"]}, {"allOf": [{"required": ["b"]}]}], ids=str)
+def test_forced_calls_with_properties_that_are_said_elsewhere(served: Served, more: dict[str, Any]) -> None:
+    """Would break: a valid function that is refused, since nothing but its `properties` is allowed."""
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}}} | more
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    asked = {"messages": MESSAGES, "tools": [tool], "tool_choice": "required", "max_tokens": 4}
+    assert served.post("/v1/chat/completions", asked).status_code == 200
+
+
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 def test_forced_calls_in_pieces(size: int) -> None:
     wanted = [("a", '{"x": "}]\\"{", "y": [1, {"z": {}}]}'), ("b", "{}"), ("c", '{ "u" : "\\\\" }')]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import logging
 from collections.abc import Hashable, Iterable
+from typing import Any
 
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.policy import FCFS, Policy
@@ -126,9 +127,10 @@ class Queues:
         """
         self._num_arrivals += 1
         group.arrival = self._num_arrivals
-        group.order = self.policy.order(group)
-        if not isinstance(group.order, tuple) or not all(isinstance(each, int) for each in group.order):
-            raise ValueError(f"order() of a policy must return a tuple of integers, got {group.order!r:.80}")
+        order: Any = self.policy.order(group)
+        if not (isinstance(order, tuple) and all(isinstance(each, int) for each in order)):
+            raise ValueError(f"order() of a policy must return a tuple of integers, got {order!r:.80}")
+        group.order = order
         return group
 
     def in_order(self) -> Iterable[tuple[int, SequenceGroup]]:

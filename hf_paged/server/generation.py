@@ -15,6 +15,8 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
+import torch
+
 from hf_paged import Engine, QueueFullError, Request, RequestOutput, TokenEvent, TokenLogprobs
 from hf_paged.server.errors import ApiError, bad_argument, bad_field, logger, queue_full, server_ends, too_long
 from hf_paged.server.formats import bad_grammar
@@ -231,7 +233,9 @@ class Generation:
 
     def _submit(self, prompt: Prompt) -> None:
         body, number = self._body, len(self._parts)
-        arguments = self._arguments(len(prompt.token_ids)) | prompt.inputs
+        # All of it is text, also where an end of text among its tokens is what the tokenizer pads with.
+        mask = {"attention_mask": torch.ones(1, len(prompt.token_ids), dtype=torch.int64)}
+        arguments = mask | self._arguments(len(prompt.token_ids)) | prompt.inputs
         seed = secrets.randbits(62) if body.seed is None else body.seed
         if body.limit == 0:  # all that is asked for is known
             request = self._scores[number]

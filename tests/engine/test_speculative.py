@@ -314,7 +314,7 @@ def test_draft_models_of_two_models(make_pair: MakePair) -> None:
 @pytest.mark.parametrize("source", ["lookup", "model"])
 def test_stop_strings_of_several_tokens(source: str, is_drawn: bool, any_budget: None) -> None:
     """Would break: criteria that look at the end of a row, and see what lies behind a shorter one's."""
-    tokenizer, stock = tiny_tokenizer(), tiny_lm()
+    tokenizer, stock = copy.deepcopy(tiny_tokenizer()), tiny_lm()
     prompts = ["Once upon a time, there was a", "The little girl", "Tom and Sam went to the park", "One day"]
     tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.eos_token
     given = dict(tokenizer(prompts, return_tensors="pt", padding=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from typing import Any
@@ -238,6 +239,22 @@ def test_logprobs_of_an_echoed_prompt(served: Served, given: dict[str, Any]) -> 
             for choice in event["choices"]:
                 pieces.setdefault(choice["index"], []).extend(choice["logprobs"]["text_offset"])
         assert [pieces[i] for i in sorted(pieces)] == [each["logprobs"]["text_offset"] for each in reply["choices"]]
+
+
+@pytest.mark.parametrize("ignores", [False, True])
+def test_ends_of_text_in_a_prompt_are_no_padding(ignores: bool) -> None:
+    """Would break: tokens of a prompt that are hidden, since the tokenizer pads with them."""
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer.pad_token = tokenizer.eos_token
+    ids = [*tokenizer("The sea")["input_ids"], tokenizer.eos_token_id, *tokenizer("The king")["input_ids"]]
+    with serving(tokenizer=tokenizer) as served:
+        reply = served.complete(prompt=ids, max_tokens=NEW, temperature=0, ignore_eos=ignores)
+        assert not served.engine.stats().detours, "transformers' own loop"
+    ends = {"eos_token_id": None} if ignores else {}
+    row = tiny_lm().generate(
+        torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), max_new_tokens=NEW, do_sample=False, **ends
+    )
+    assert texts(reply) == [tokenizer.decode(row[0, len(ids) :], skip_special_tokens=True)]
 
 
 @pytest.mark.parametrize("hides", [False, True])

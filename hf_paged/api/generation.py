@@ -42,6 +42,14 @@ from hf_paged.sampling.random import DRAWS
 _CPU = torch.device("cpu")
 
 
+def _engine_of(model: Any) -> Engine:
+    """The engine, within a call. Raises `RuntimeError` if the model has been unpatched meanwhile."""
+    engine: Engine | None = vars(model).get(ENGINE)
+    if engine is None or not isinstance(model, PagedGenerationMixin):
+        raise RuntimeError("the model was unpatched while this call was running")
+    return engine
+
+
 def _decoding(loop: str) -> Callable[..., Any]:
     """Replaces one of transformers' decoding loops, at the end of its `generate()`."""
 
@@ -54,9 +62,7 @@ def _decoding(loop: str) -> Callable[..., Any]:
         generation_config: GenerationConfig,
         **kwargs: Any,
     ) -> Any:
-        if not isinstance(self, PagedGenerationMixin):
-            raise RuntimeError("the model was unpatched while this call was running")
-        engine, context = self.paged, call_context()
+        engine, context = _engine_of(self), call_context()
         host, context.host = context.host, None
         call = PreparedCall(
             input_ids,
@@ -100,7 +106,7 @@ class PagedGenerationMixin(PagedBatchMixin):
             value = getattr(prepared, name)
             if value is not None and (not isinstance(value, Integral) or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-            most = self.paged.config.max_branches
+            most = _engine_of(self).config.max_branches
             if value is not None and most is not None and value > most:
                 raise ValueError(f"{name}={value} is above max_branches, which is {most} here: ask for fewer")
         return prepared, others
@@ -127,7 +133,7 @@ class PagedGenerationMixin(PagedBatchMixin):
         self: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any], verifies_drafts: bool
     ) -> bool:
         """Whether it has made a `PagedCache`, for transformers has nothing to do then."""
-        engine: Engine = self.paged
+        engine = _engine_of(self)
         name = engine.core.bound.cache_argument
         given = model_kwargs.get(name)
         if isinstance(given, PagedCache):
@@ -178,8 +184,9 @@ class PagedGenerationMixin(PagedBatchMixin):
         if generation_config.stop_strings is not None and not any(
             type(item) is StopStringCriteria for item in stopping_criteria or ()
         ):
-            device = _CPU if call_context().hides_device else self.paged.core.bound.placement[1]
-            own = self.paged.core.stop_strings.criterion(tokenizer, generation_config.stop_strings, device)
+            core = _engine_of(self).core
+            device = _CPU if call_context().hides_device else core.bound.placement[1]
+            own = core.stop_strings.criterion(tokenizer, generation_config.stop_strings, device)
         if own is None:
             return stock(generation_config, stopping_criteria, tokenizer, **kwargs)
         generation_config = copy.copy(generation_config)

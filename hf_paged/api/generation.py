@@ -107,7 +107,7 @@ class PagedGenerationMixin(PagedBatchMixin):
             if value is not None and (not isinstance(value, Integral) or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
             most = _engine_of(self).config.max_branches
-            if value is not None and most is not None and value > most:
+            if value is not None and most is not None and int(value) > most:
                 raise ValueError(f"{name}={value} is above max_branches, which is {most} here: ask for fewer")
         return prepared, others
 

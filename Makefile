@@ -194,6 +194,10 @@ docs: $(VENV)/.installed-docs ## the site, into build/docs; warnings are errors
 	$(OFFLINE) $(PY) -m sphinx -q -W --keep-going -c docs -d build/doctrees . build/docs
 
 # train_tiny_lm.py makes the embedded model anew: three quarters of an hour, not a demonstration. Ray is an extra.
+.PHONY: release-check
+release-check: $(VENV)/.installed-dev ## a clone, the wheel and the sdist in bare environments, the docs, the demo in Firefox
+	tests/release_check.sh
+
 .PHONY: examples
 examples: $(VENV)/.installed-dev ## run every example
 	@for example in $(filter-out examples/train_tiny_lm.py examples/ray_%.py,$(sort $(wildcard examples/*.py))); do \

@@ -280,6 +280,9 @@ OF_RESPONSES: dict[str, Case] = {
     ),
     "ResponsesRequest.text": Case(form(), lambda a, b: a.texts == ['"abc"']),
     "ResponsesRequest.metadata": Case({"metadata": {"a": "b"}}, lambda a, b: a.body["metadata"] == {"a": "b"}),
+    "ResponsesRequest.ignore_eos": Case(
+        {"ignore_eos": True}, lambda a, b: a.submits(eos_token_id=[2048]) and b.submits(eos_token_id=[EOS])
+    ),
     "ResponsesRequest.user": Case({"user": "me"}, lambda a, b: a.logged["user"] == a.body["user"] == "me"),
     "ResponsesRequest.truncation": Case({"truncation": "auto"}, lambda a, b: a.body["truncation"] == "auto"),
     "ResponsesRequest.tools": Case({"tools": OWN_TOOLS}, said("later")),

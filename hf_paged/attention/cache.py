@@ -279,9 +279,18 @@ class PagedCache(Cache):
     # The Cache interface
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Raises `ValueError`: only forwards of the patched model store into the pool."""
+        """Raises `ValueError`: only forwards of the patched model store into the pool.
+
+        Raises:
+            RuntimeError: A `generate()` call made the cache, and the model was unpatched before the call ended.
+        """
         if self.loop is not None:
             self.loop.check_cancelled()  # the model was unpatched, whose forward comes here now
+        if self.owned_by_call:
+            raise RuntimeError(
+                "the model was unpatched while this call was running (or one of its inner modules was given the call's "
+                "PagedCache, which only forwards of the patched model itself fill)"
+            )
         raise ValueError(
             "only forwards of the patched model itself fill a PagedCache: call that model (with "
             "output_hidden_states=True for what its inner model returns), or give the inner module a DynamicCache"

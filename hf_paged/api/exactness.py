@@ -7,6 +7,7 @@ operations that compute each row by itself. These are listed here; each was meas
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,8 +78,9 @@ def _of_steps(traits: ModelTraits, dtype: torch.dtype, device: torch.device) -> 
     layers = [layer for layer in traits.layers if layer is not None and not layer.is_latent]
     if any(layer.key_dim != layer.value_dim for layer in layers):
         yield "its keys and values differ in width, which the attention kernel doesn't take"
-    kernels: set[Any] = {cpu_linear.load(dtype), cpu_layers.load(dtype), *(cpu.load(dtype, x.key_dim) for x in layers)}
-    yield from (f"torch computes what a kernel of ours would, which {why}" for why in kernels if isinstance(why, str))
+    kernels = [cpu_linear.load(dtype), cpu_layers.load(dtype), *(cpu.load(dtype, layer.key_dim) for layer in layers)]
+    missing = dict.fromkeys(kernel for kernel in kernels if isinstance(kernel, str))
+    yield from (f"torch computes what a kernel of ours would, which {why}" for why in missing)
     if torch.is_autocast_enabled("cpu"):
         yield "autocast is enabled, under which torch computes the layers"
 
@@ -86,8 +88,10 @@ def _of_steps(traits: ModelTraits, dtype: torch.dtype, device: torch.device) -> 
 def _of_modules(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[str]:
     """What is about this model, and not its architecture."""
     modules, ranks = dict(model.named_modules()), ranks_of(model) or ()
-    if len(ranks) > 2:
-        yield f"it is split between {len(ranks)} processes, and sums of more than two numbers depend on their order"
+    if ranks:
+        why = ", and sums of more than two numbers depend on their order" if len(ranks) > 2 else ""
+        yield f"it is split between {len(ranks)} processes, where torch multiplies by the shares of its weights{why}"
+        return
     if inner_path(model) is not None:
         yield "torch computes its towers for pictures or sound: text is exact, and what follows from the same features"
 
@@ -105,11 +109,9 @@ def _of_modules(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[str]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    if type(module).__module__.startswith("torch.ao.") or not isinstance(
-        module.__dict__.get(CALL), ModuleOverride | None
-    ):
-        return False
-    return is_library_code(module) or is_wrapped(module)
+    is_compiled = not isinstance(module.__dict__.get(CALL), ModuleOverride | None)
+    is_quantized = type(module).__module__.startswith("torch.ao.")
+    return not is_compiled and not is_quantized and (is_library_code(module) or is_wrapped(module))
 
 
 def _of_trial(model: PreTrainedModel, traits: ModelTraits, dtype: torch.dtype) -> list[str]:
@@ -118,9 +120,9 @@ def _of_trial(model: PreTrainedModel, traits: ModelTraits, dtype: torch.dtype) -
     attach(model, PagedConfig(num_blocks=4096, block_size=2, cuda_graphs=False), traits)
     operations, bound = _Operations(), model.paged.core.bound  # type: ignore[union-attr]
     try:
-        bound._forward = operations.watching(bound._forward)  # a mode around the call would not reach its steps
+        bound._forward = partial(operations.watch, bound._forward)  # a mode around the call would not reach its steps
         together = logits(model, PagedCache(model), (0, 60, 90, 91, 92))
-        reasons = {f"aten.{name}: not known to compute each row by itself" for name in operations.unknown}
+        reasons = set()
         for row, length in enumerate(LENGTHS):
             first = LONGEST - length
             for edges, at, what in (
@@ -131,7 +133,8 @@ def _of_trial(model: PreTrainedModel, traits: ModelTraits, dtype: torch.dtype) -
                 expected = together[row, at]
                 if not torch.equal(logits(model, PagedCache(model), edges, row)[0, -len(expected) :], expected):
                     reasons.add(f"a row's logits are other bits {what}")
-        return sorted(reasons)
+        unknown = (f"aten.{name}: not known to compute each row by itself" for name in sorted(operations.unknown))
+        return [*sorted(reasons), *unknown]
     finally:
         detach(model)
 
@@ -143,12 +146,9 @@ class _Operations(TorchDispatchMode):
         super().__init__()
         self.unknown: set[str] = set()
 
-    def watching(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return forward(*args, **kwargs)
-
-        return watched
+    def watch(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self:
+            return forward(*args, **kwargs)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

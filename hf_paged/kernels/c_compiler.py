@@ -28,9 +28,9 @@ INSTRUCTIONS = {
     "AVX512": _AVX512,
     "AVX512_BF16": (*_AVX512, "-mavx512bf16"),  # products of pairs; a compiler may be too old for it
 }
-# Sums may be reordered, which is what makes them vectors; infinities and NaN keep their meaning. Not -ffast-math: in a
-# library it makes denormals zero in the whole process. And short loops that copy stay loops, not calls of memcpy.
-_MATH = ("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math", "-freciprocal-math")
+# Each number is computed as it is written down, in whatever loop, vector or rest of a loop: the compiler may neither
+# reorder sums nor contract products with them. And short loops that copy stay loops, not calls of memcpy.
+_MATH = ("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
 _LOOPS = ("-fno-tree-loop-distribute-patterns",)
 
 

@@ -22,8 +22,6 @@ MAX_LATENT_ROW = 2048  # elements of a latent and a rotary key
 LEAST_ROWS = (8, 12)  # queries that are faster together: of one query head a key head, and of several
 FUNCTIONS = ("hf_paged_write", "hf_paged_attend", "hf_paged_rows")
 _SOURCE = Path(__file__).with_suffix(".c")
-# A row's sums have the order that is written down, in whatever loop they are made.
-_OPTIONS = ("-fno-associative-math", "-fno-reciprocal-math", "-ffp-contract=off")
 
 
 class _Write(ctypes.Structure):
@@ -334,7 +332,7 @@ def load(dtype: torch.dtype, head_dim: int, latent_dim: int | None = None) -> CP
         most = MAX_HEAD_DIM if latent_dim is None else MAX_LATENT_ROW
         if head_dim > most:
             return f"takes head dims up to {most}, the model has {head_dim}"
-        compiled = library(_SOURCE, FUNCTIONS, _OPTIONS, None, **constants(dtype, head_dim, latent_dim))
+        compiled = library(_SOURCE, FUNCTIONS, **constants(dtype, head_dim, latent_dim))
         kernels = CPUKernels(compiled, dtype, head_dim, latent_dim)
         error = _error(kernels, dtype, head_dim, latent_dim)
         # Of a rounding more or less; what is wrong is wrong by half.

@@ -5,6 +5,7 @@
    model's own code rounds to the element type in between, so does this. Strides count elements. */
 #include "cpu_element.h"
 
+#define AT_ONCE 64         /* squares that are summed side by side */
 #define MIN_ELEMENTS 32768 /* below, a second thread costs more than it saves */
 
 struct rms_norm {
@@ -15,15 +16,24 @@ struct rms_norm {
   float eps, offset;             /* offset: added to the weight */
 };
 
+/* The sum of a row's squares: of every AT_ONCE-th one, and these by halves. */
+static inline float squares_of(const element *row, int64_t dim) {
+  float sums[AT_ONCE] = {0};
+  int64_t d = 0;
+  for (; d + AT_ONCE <= dim; d += AT_ONCE)
+    for (int i = 0; i < AT_ONCE; i++) sums[i] = MULTIPLY_ADD(to_float(row[d + i]), to_float(row[d + i]), sums[i]);
+  for (int i = 0; d + i < dim; i++) sums[i] = MULTIPLY_ADD(to_float(row[d + i]), to_float(row[d + i]), sums[i]);
+  for (int half = AT_ONCE / 2; half; half /= 2)
+    for (int i = 0; i < half; i++) sums[i] += sums[i + half];
+  return sums[0];
+}
+
 void hf_paged_rms_norm(const struct rms_norm *a) {
 #pragma omp parallel for num_threads(a->num_threads) if (a->rows * a->dim >= MIN_ELEMENTS)
   for (int64_t row = 0; row < a->rows; row++) {
     const element *from = a->input + row * a->dim;
     element *to = a->output + row * a->dim;
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t d = 0; d < a->dim; d++) sum += to_float(from[d]) * to_float(from[d]);
-    const float factor = 1.0f / sqrtf(sum / a->dim + a->eps);
+    const float factor = 1.0f / sqrtf(squares_of(from, a->dim) / a->dim + a->eps);
     if (a->rounds_first)
       for (int64_t d = 0; d < a->dim; d++)
         to[d] = from_float(to_float(from_float(to_float(from[d]) * factor)) * (to_float(a->weight[d]) + a->offset));

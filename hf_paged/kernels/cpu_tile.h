@@ -3,7 +3,7 @@
 
    A row's result has one order of sums, whatever other rows the tile has: over a head's elements one after another, of
    the weights of KEYS tokens by halves, over values one token after another. The compiler may neither reorder nor contract
-   (see cpu.py); what is contracted is written so.
+   (see c_compiler.py); what is contracted is written so.
 
    Needs cpu_element.h, HEAD_DIM and VALUE_DIM. */
 #if defined(__FMA__)

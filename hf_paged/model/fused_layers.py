@@ -33,7 +33,8 @@ class Norm(ModuleOverride):
 
     def compute(self, states: Tensor) -> Tensor:
         eps = getattr(self.module, self.eps)
-        return self.kernels.rms_norm(states, self.module.weight, eps, self.offset, self.rounds_first)
+        # Heads lie token by token, and the module is given them head by head.
+        return self.kernels.rms_norm(states.contiguous(), self.module.weight, eps, self.offset, self.rounds_first)
 
 
 class GatedMLP(ModuleOverride):

@@ -661,7 +661,7 @@ def compiled(dtype: torch.dtype, head_dim: int) -> Path:
 def _compile(dtype: torch.dtype, head_dim: int, results: Any) -> None:
     try:
         constants = cpu.constants(dtype, head_dim)
-        results.put(c_compiler.library(cpu._SOURCE, cpu.FUNCTIONS, cpu._OPTIONS, **constants)._name)
+        results.put(c_compiler.library(cpu._SOURCE, cpu.FUNCTIONS, **constants)._name)
     except BaseException as error:
         results.put(repr(error))
 

@@ -59,20 +59,20 @@ void hf_paged_convolve(const struct convolution *a) {
 }
 
 struct operand {
-  const element *first; /* [batch, tokens, heads, dim], the last contiguous */
+  const element *first; /* [batch, tokens, heads, dim], the last contiguous; may be null */
   int64_t row, token, head;
 };
 
-enum { DELTA, SUM };
+enum { DELTA, SUM, SELECTIVE };
 
 struct scan {
-  struct operand query, key, value; /* a head of the first two serves heads / key_heads of the values' */
-  const float *decay; /* [batch, tokens, heads, decays]: one, or one a key */
-  const float *step;  /* [batch, tokens, heads] */
+  struct operand query, key, value, gate; /* a head of the first two serves heads / key_heads of the values' */
+  const float *decay; /* [batch, tokens, heads, decays]: one, or one a key; SELECTIVE: [heads, value_dim, key_dim] */
+  const float *step;  /* [batch, tokens, heads, steps]: one, or one a value */
   const float *skip;  /* [heads, value_dim], or null */
   float *state;       /* [batch, heads, key_dim, value_dim], any strides; changed in place */
   element *output;    /* [batch, tokens, heads, value_dim], contiguous */
-  int64_t batch, tokens, heads, key_heads, key_dim, value_dim, decays;
+  int64_t batch, tokens, heads, key_heads, key_dim, value_dim, decays, steps;
   int64_t state_row, state_head, state_key, state_value;
   int64_t kind, is_normed, num_threads; /* is_normed: queries and keys are divided by their norms */
   float scale;                          /* of queries */
@@ -99,10 +99,14 @@ INLINE void load(const struct scan *a, const element *from, float scale, float *
 INLINE void scan(const int kind, const struct scan *a, int64_t b, int64_t h, int64_t first) {
   const int64_t lanes = least(BLOCK, a->value_dim - first), key_head = h / (a->heads / a->key_heads);
   float *whole = a->state + b * a->state_row + h * a->state_head + first * a->state_value;
-  float state[MAX_KEYS][BLOCK], key[MAX_KEYS] = {0}, query[MAX_KEYS] = {0}, decayed[MAX_KEYS];
-  float value[BLOCK] = {0}, skip[BLOCK] = {0}, added[BLOCK];
-  for (int64_t k = 0; k < a->key_dim; k++)
+  float state[MAX_KEYS][BLOCK], rates[kind == SELECTIVE ? MAX_KEYS : 1][BLOCK];
+  float key[MAX_KEYS] = {0}, query[MAX_KEYS] = {0}, decayed[MAX_KEYS];
+  float value[BLOCK] = {0}, skip[BLOCK] = {0}, step[BLOCK] = {0}, gate[BLOCK] = {0}, added[BLOCK];
+  for (int64_t k = 0; k < a->key_dim; k++) {
     EACH(i) state[k][i] = i < lanes ? whole[k * a->state_key + i * a->state_value] : 0;
+    if (kind == SELECTIVE)
+      EACH(i) rates[k][i] = i < lanes ? a->decay[(h * a->value_dim + first + i) * a->key_dim + k] : 0;
+  }
   if (a->skip) for (int64_t i = 0; i < lanes; i++) skip[i] = a->skip[h * a->value_dim + first + i];
   for (int64_t t = 0; t < a->tokens; t++) {
     const int64_t place = (b * a->tokens + t) * a->heads + h, next = a->decays > 1;
@@ -110,7 +114,10 @@ INLINE void scan(const int kind, const struct scan *a, int64_t b, int64_t h, int
     const float *decay = a->decay + place * a->decays;
     load(a, at(a->query, b, t, key_head), a->scale, query);
     load(a, at(a->key, b, t, key_head), 1, key);
-    for (int64_t i = 0; i < lanes; i++) value[i] = to_float(v[i]);
+    for (int64_t i = 0; i < lanes; i++) {
+      value[i] = to_float(v[i]);
+      step[i] = a->step[place * a->steps + (a->steps > 1 ? first + i : 0)];
+    }
     EACH(i) added[i] = value[i];
     if (kind == DELTA) {
       float found[BLOCK] = {0};
@@ -118,13 +125,22 @@ INLINE void scan(const int kind, const struct scan *a, int64_t b, int64_t h, int
       for (int64_t k = 0; k < a->key_dim; k++) EACH(i) found[i] = FMA(state[k][i], decayed[k], found[i]);
       EACH(i) added[i] -= found[i];
     }
-    EACH(i) added[i] *= a->step[place];
+    EACH(i) added[i] *= step[i];
     float sum[BLOCK] = {0};
-    for (int64_t k = 0; k < a->key_dim; k++) EACH(i) {
-      state[k][i] = FMA(key[k], added[i], state[k][i] * decay[k * next]);
-      sum[i] = FMA(state[k][i], query[k], sum[i]);
+    for (int64_t k = 0; k < a->key_dim; k++) {
+      float kept[BLOCK];
+      EACH(i) kept[i] = kind == SELECTIVE ? exp_negative(step[i] * rates[k][i]) : decay[k * next];
+      EACH(i) {
+        state[k][i] = FMA(key[k], added[i], state[k][i] * kept[i]);
+        sum[i] = FMA(state[k][i], query[k], sum[i]);
+      }
     }
     EACH(i) sum[i] = FMA(value[i], skip[i], sum[i]);
+    if (a->gate.first) {
+      const element *g = at(a->gate, b, t, h) + first;
+      for (int64_t i = 0; i < lanes; i++) gate[i] = to_float(g[i]);
+      EACH(i) sum[i] *= silu(gate[i]);
+    }
     element *to = a->output + place * a->value_dim + first;
     for (int64_t i = 0; i < lanes; i++) to[i] = from_float(sum[i]);
   }
@@ -138,6 +154,7 @@ void hf_paged_scan(const struct scan *a) {
   for (int64_t part = 0; part < parts; part++) {
     const int64_t b = part / blocks / a->heads, h = part / blocks % a->heads, first = part % blocks * BLOCK;
     if (a->kind == DELTA) scan(DELTA, a, b, h, first);
-    else scan(SUM, a, b, h, first);
+    else if (a->kind == SUM) scan(SUM, a, b, h, first);
+    else scan(SELECTIVE, a, b, h, first);
   }
 }

@@ -14,12 +14,12 @@ from hf_paged.kernels.c_compiler import CompileError, library
 from hf_paged.kernels.layers import InputError
 
 DTYPES = (torch.float32, torch.bfloat16)
-DELTA, SUM = range(2)  # kinds of scans
+DELTA, SUM, SELECTIVE = range(3)  # kinds of scans
 MAX_WIDTH, MAX_KEYS = 8, 256
 _SOURCE = Path(__file__).with_suffix(".c")
 _FUNCTIONS = ("hf_paged_convolve", "hf_paged_scan")
 _OPTIONS = ("-fno-associative-math", "-fno-reciprocal-math", "-ffp-contract=off")
-_pack_convolution, _pack_scan = Struct("13q").pack, Struct("31qf").pack  # as the structs
+_pack_convolution, _pack_scan = Struct("13q").pack, Struct("36qf").pack  # as the structs
 
 
 @lru_cache
@@ -74,19 +74,22 @@ def scan(
     state: Tensor,
     *,
     skip: Tensor | None = None,
+    gate: Tensor | None = None,
     is_normed: bool = False,
 ) -> Tensor:
     """`state = state * decay + key ⊗ added`, token by token, of which the result is `query · state + skip * value`.
 
     Args:
-        kind: What is `added`: of `DELTA` `step * (value - key · decayed state)`, of `SUM` `step * value`.
+        kind: What is `added`, and the decay: of `DELTA` `step * (value - key · decayed state)`; of `SUM` and
+            `SELECTIVE` `step * value`, whose decay in `SELECTIVE` is `exp(step * decay)`, of numbers up to 0.
         query: `[B, T, key heads, K]`, up to `MAX_KEYS`; each head serves as many of the values as there are more.
         key: Like `query`.
         value: `[B, T, heads, V]`, of their dtype.
-        decay: `[B, T, heads, 1 or K]`, float32.
-        step: `[B, T, heads]`, float32.
+        decay: `[B, T, heads, 1 or K]`, float32; of `SELECTIVE` `[heads, V, K]`.
+        step: `[B, T, heads, 1 or V]`, float32.
         state: `[B, heads, K, V]`, float32, of any strides; changed in place.
         skip: `[heads, V]`, float32; `None`: zero.
+        gate: Like `value`; the result is multiplied by its SiLU.
         is_normed: Whether queries and keys are divided by their norms, and queries by the root of K.
 
     Returns:
@@ -103,19 +106,20 @@ def scan(
         or keys > MAX_KEYS
         or heads % key_heads
         or value.shape[:2] != (batch, tokens)
-        or decay.shape not in ((*rows, 1), (*rows, keys))
-        or step.shape != rows
+        or decay.shape not in (((heads, values, keys),) if kind == SELECTIVE else ((*rows, 1), (*rows, keys)))
+        or step.shape not in ((*rows, 1), (*rows, values))
         or state.shape != (batch, heads, keys, values)
         or (skip is not None and skip.shape != (heads, values))
-        or not _are_here(value.dtype, query, key, value)
+        or (gate is not None and gate.shape != value.shape)
+        or not _are_here(value.dtype, query, key, value, gate)
         or not _are_here(torch.float32, decay, step, state, skip)
     ):
         raise InputError("scan", "[B, T, heads, dim] and states", query=query, value=value, decay=decay, state=state)
-    rowed = [x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)]
-    operands = [n for x in rowed for n in (x.data_ptr(), *x.stride()[:3])]
+    rowed = [x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (query, key, value, gate)]
+    operands = [n for x in rowed for n in ((0,) * 4 if x is None else (x.data_ptr(), *x.stride()[:3]))]
     decay, step, skip = decay.contiguous(), step.contiguous(), None if skip is None else skip.contiguous()
     output = value.new_empty(value.shape)
-    sizes = batch, tokens, heads, key_heads, keys, values, decay.shape[-1], *state.stride()
+    sizes = batch, tokens, heads, key_heads, keys, values, decay.shape[-1], step.shape[-1], *state.stride()
     others = *map(_address, (decay, step, skip, state, output)), *sizes, kind, is_normed, torch.get_num_threads()
     kernels.hf_paged_scan(_pack_scan(*operands, *others, keys**-0.5 if is_normed else 1.0))
     return output

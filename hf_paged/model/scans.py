@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
-from hf_paged.kernels.cpu_scan import DELTA, SUM, convolve, scan
+from hf_paged.kernels.cpu_scan import DELTA, SELECTIVE, SUM, convolve, scan
 from hf_paged.kernels.layers import InputError
 from hf_paged.model.fused_layers import agrees, attempt
 from hf_paged.model.module_overrides import KNOWN, ChangedForward, has_hooks, is_library_code
@@ -38,8 +38,9 @@ def _delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tens
     if not given["use_qk_l2norm_in_kernel"]:
         raise InputError("scan", "queries and keys to be normed", query=query, key=key)
     state = _state(given["initial_state"], len(query), value.shape[2], key.shape[-1], value.shape[-1])
+    step = beta.float()[..., None]
     decay = g.float().exp().view(*beta.shape, -1)
-    return scan(DELTA, query, key, value, decay, beta.float(), state, is_normed=True), state
+    return scan(DELTA, query, key, value, decay, step, state, is_normed=True), state
 
 
 def _sum(x: Tensor, dt: Tensor, rate: Tensor, key: Tensor, query: Tensor, **given: Any) -> Any:
@@ -47,7 +48,7 @@ def _sum(x: Tensor, dt: Tensor, rate: Tensor, key: Tensor, query: Tensor, **give
     state = _state(given["initial_states"], len(dt), *x.shape[2:], key.shape[-1])
     step = _steps(dt, given["dt_bias"], given.get("dt_limit", (0.0, float("inf"))))
     decay, skip = (step * rate.float()).exp()[..., None], given["D"].float()[:, None].expand(state.shape[1:3])
-    output = scan(SUM, query, key, x, decay, step, state.transpose(-1, -2), skip=skip)
+    output = scan(SUM, query, key, x, decay, step[..., None], state.transpose(-1, -2), skip=skip)
     return (output, state) if given["return_final_states"] else output
 
 
@@ -56,6 +57,22 @@ def _sum_update(state: Tensor, x: Tensor, dt: Tensor, rate: Tensor, *others: Ten
     given |= {"D": skip[:, 0], "dt_bias": given["dt_bias"][:, 0], "initial_states": state, "return_final_states": False}
     output = _sum(x[:, None], dt[:, None, :, 0], rate[:, 0, 0], key[:, None], query[:, None], **given)[:, 0]
     return output if given["z"] is None else output * nn.functional.silu(given["z"])
+
+
+def _selective(x: Tensor, dt: Tensor, rate: Tensor, key: Tensor, query: Tensor, **given: Any) -> Any:
+    """Of Mamba 1: its channels are values of one head."""
+    x, dt, key, query, gate = (s.transpose(1, 2)[:, :, None] for s in (x, dt, key, query, given["z"]))
+    state = _state(given.get("state"), len(x), x.shape[-1], key.shape[-1])
+    step, skip, own = _steps(dt, given["delta_bias"]), given["D"].float()[None], state.transpose(1, 2)[:, None]
+    output = scan(SELECTIVE, query, key, x, rate.float()[None], step, own, skip=skip, gate=gate)
+    output = output[:, :, 0].transpose(1, 2)
+    return (output, state) if given["return_last_state"] else output
+
+
+def _selective_update(state: Tensor, x: Tensor, dt: Tensor, rate: Tensor, *others: Tensor, **given: Any) -> Tensor:
+    x, dt, key, query, gate = (s[..., None] for s in (x, dt, *others[:2], given["z"]))
+    given |= {"state": state, "D": others[2], "z": gate, "delta_bias": given["dt_bias"], "return_last_state": False}
+    return _selective(x, dt, rate, key, query, **given)[..., 0]
 
 
 def _state(given: Tensor | None, *shape: int) -> Tensor:
@@ -80,6 +97,8 @@ SCANS: dict[str, Callable[..., Any]] = {
     "recurrent_kimi_delta_attention": _delta_rule,
     "mamba2_chunk_scan": _sum,
     "mamba2_selective_state_update": _sum_update,
+    "mamba_selective_scan": _selective,
+    "mamba_selective_state_update": _selective_update,
 }
 
 

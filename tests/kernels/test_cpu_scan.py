@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_paged.kernels import cpu_scan
-from hf_paged.kernels.cpu_scan import DELTA, MAX_KEYS, MAX_WIDTH, SUM, convolve, scan
+from hf_paged.kernels.cpu_scan import DELTA, MAX_KEYS, MAX_WIDTH, SELECTIVE, SUM, convolve, scan
 from hf_paged.kernels.layers import InputError
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -24,6 +24,8 @@ SHAPES = [
     (DELTA, 2, 2, 128, 128, "one"),
     (SUM, 1, 4, 5, 3, "one"),
     (SUM, 2, 4, 128, 64, "one"),
+    (SELECTIVE, 1, 1, 16, 200, "each"),
+    (SELECTIVE, 1, 1, 3, 64, "each"),
 ]
 
 
@@ -46,15 +48,17 @@ def inputs(shape: tuple[int, int, int, int, int, str], dtype: torch.dtype, batch
 
     sizes = key_heads * keys, key_heads * keys, heads * values
     query, key, value = random(batch, T, sum(sizes)).to(dtype).split(sizes, dim=-1)
+    rates = -random(heads, values, keys).abs()
     decay = torch.exp(-random(batch, T, heads, keys if many == "each" else 1).abs())
-    step = random(batch, T, heads).sigmoid()
+    step = random(batch, T, heads, values if kind == SELECTIVE else 1).sigmoid()
     return {
         "query": query.unflatten(-1, (key_heads, keys)),
         "key": key.unflatten(-1, (key_heads, keys)),
         "value": value.unflatten(-1, (heads, values)),
-        "decay": decay,
+        "decay": rates if kind == SELECTIVE else decay,
         "step": step,
         "skip": None if kind == DELTA else random(heads, values),
+        "gate": random(batch, T, heads, values).to(dtype) if kind == SELECTIVE else None,
         "is_normed": kind == DELTA,
     }
 
@@ -67,9 +71,9 @@ def state_for(shape: tuple[int, int, int, int, int, str], batch: int = 2) -> Ten
 
 
 def truth(kind: int, given: dict[str, Any], state: Tensor) -> tuple[Tensor, Tensor]:
-    query, key, value, decay, step, skip = (
+    query, key, value, decay, step, skip, gate = (
         None if given[name] is None else given[name].double()
-        for name in ("query", "key", "value", "decay", "step", "skip")
+        for name in ("query", "key", "value", "decay", "step", "skip", "gate")
     )
     heads, state = value.shape[2], state.double()
     query, key = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (query, key))
@@ -78,11 +82,13 @@ def truth(kind: int, given: dict[str, Any], state: Tensor) -> tuple[Tensor, Tens
         query = query / query.shape[-1] ** 0.5
     outputs = []
     for t in range(value.shape[1]):
-        state = state * decay[:, t, ..., None]
+        rates = decay.transpose(1, 2) if kind == SELECTIVE else None
+        state = state * ((step[:, t, :, None] * rates).exp() if kind == SELECTIVE else decay[:, t, ..., None])
         found = (state * key[:, t, ..., None]).sum(2) if kind == DELTA else 0
-        state = state + key[:, t, ..., None] * ((value[:, t] - found) * step[:, t, :, None])[:, :, None]
+        state = state + key[:, t, ..., None] * ((value[:, t] - found) * step[:, t])[:, :, None]
         outputs.append((state * query[:, t, ..., None]).sum(2) + (0 if skip is None else skip * value[:, t]))
-    return torch.stack(outputs, dim=1), state
+    output = torch.stack(outputs, dim=1)
+    return output if gate is None else output * nn.functional.silu(gate), state
 
 
 def error_of(found: Tensor, expected: Tensor) -> float:
@@ -91,7 +97,7 @@ def error_of(found: Tensor, expected: Tensor) -> float:
 
 def part_of(given: dict[str, Any], rows: slice, tokens: slice) -> dict[str, Any]:
     return {
-        name: value[rows, tokens] if isinstance(value, Tensor) and name != "skip" else value
+        name: value[rows, tokens] if isinstance(value, Tensor) and value.ndim == 4 else value
         for name, value in given.items()
     }
 
@@ -151,7 +157,7 @@ def test_inputs_that_are_refused() -> None:
         {"query": given["query"].double()},
         {"value": given["value"][:, 1:]},
         {"decay": given["decay"].bfloat16()},
-        {"step": given["step"][..., None]},
+        {"step": given["step"][..., 0]},
         {"state": state.transpose(-1, -2)},
         {"skip": zeros(4, 9)},
         {"query": zeros(2, T, 2, MAX_KEYS + 1), "key": zeros(2, T, 2, MAX_KEYS + 1)},

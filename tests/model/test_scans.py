@@ -104,7 +104,7 @@ def test_what_else_is_left_alone() -> None:
     assert find_scans(mixer) is None
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "lfm2"])
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "jamba"])
 def test_the_engine_uses_them(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     used = set()
 

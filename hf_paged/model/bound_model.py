@@ -213,7 +213,7 @@ class BoundModel:
     @contextmanager
     def _entering(self) -> Iterator[None]:
         scope = paged_attention_scope(self.configs) if self.traits.runs_packed else nullcontext()
-        with scope, self._layers(), self._mixers.scope():
+        with scope, self._mixers.scope(), self._layers():
             yield
 
     # Its forward

@@ -242,7 +242,7 @@ def _settings(parts: Parts) -> DecoderSettings:
         for norm in parts.norms
     ]
     query, key, value, projection, gate, up, down = ((linear.weight, linear.bias) for linear in parts.linears)
-    rotary = parts.attention.changed.rotary
+    rotary = parts.attention.changed.changes[NAME]
     return DecoderSettings(
         head_dim=parts.attention.module.head_dim,
         norms=(norms[0], norms[1]),

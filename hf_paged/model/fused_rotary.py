@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_paged.kernels.layers import InputError, LayerKernels
 from hf_paged.model.fused_layers import agrees, attempt, kernels_for
-from hf_paged.model.module_overrides import ModuleOverride, Survey
+from hf_paged.model.module_overrides import ChangedForward, ModuleOverride, Survey
 
 NAME = "apply_rotary_pos_emb"  # what the function is called in every model of transformers that has it
 # Which elements are pairs, and whether products are rounded before they are added.
@@ -46,27 +46,10 @@ class _Rotary:
         return self._names[NAME](*args, **kwargs)
 
 
-class RotaryForward:
-    """The forward of a class of attention modules that calls `rotary` in place of one of the names it uses."""
-
-    def __init__(self, own: FunctionType, rotary: _Rotary) -> None:
-        self._own = own
-        self.rotary = rotary
-        # One function for good: what torch.compile makes of its code is kept among its names.
-        self.run = FunctionType(own.__code__, {}, own.__name__, own.__defaults__, own.__closure__)
-        self.look_up()
-
-    def look_up(self) -> None:
-        """Takes the other names from the module's file as they are now."""
-        own = self._own
-        self.run.__globals__.update(own.__globals__ | {NAME: self.rotary})
-        self.run.__kwdefaults__ = own.__kwdefaults__
-
-
 class RotaryAttention(ModuleOverride):
     __slots__ = ("changed",)
 
-    def __init__(self, module: Any, changed: RotaryForward) -> None:
+    def __init__(self, module: Any, changed: ChangedForward) -> None:
         super().__init__(module)
         self.changed = changed
 
@@ -85,7 +68,7 @@ def find_rotary(module: nn.Module, survey: Survey) -> RotaryAttention | None:
         return None
     if forward not in survey.known:
         rotary = _same_rotary(forward.__globals__, kernels, survey.dtype, survey.device)
-        survey.known[forward] = None if rotary is None else RotaryForward(forward, rotary)
+        survey.known[forward] = None if rotary is None else ChangedForward(forward, {NAME: rotary})
     changed = survey.known[forward]
     return None if changed is None else RotaryAttention(module, changed)
 

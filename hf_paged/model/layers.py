@@ -17,9 +17,9 @@ from hf_paged.kernels.layers import LayerKernels
 from hf_paged.model.decoder_layers import DecoderLayer, find_decoder_layer
 from hf_paged.model.experts import find_experts
 from hf_paged.model.fused_layers import find_gated_mlp, find_norm
-from hf_paged.model.fused_rotary import RotaryForward, find_rotary
+from hf_paged.model.fused_rotary import find_rotary
 from hf_paged.model.linears import Runs, find_linear
-from hf_paged.model.module_overrides import ModuleOverride, Survey, not_overriding, overriding
+from hf_paged.model.module_overrides import ChangedForward, ModuleOverride, Survey, not_overriding, overriding
 from hf_paged.model.placement import Placement
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Layers:
             survey = self._survey = _survey(model, *made_for)
             self._made_for = made_for
         for shared in survey.known.values():
-            if isinstance(shared, RotaryForward):
+            if isinstance(shared, ChangedForward):
                 shared.look_up()
         try:
             with overriding(survey.found.values()) as taken:

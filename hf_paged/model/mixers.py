@@ -26,7 +26,8 @@ from hf_paged.kernels.transfers import to_device
 from hf_paged.memory.kv_cache import KVCache
 from hf_paged.memory.spec import StateSpec
 from hf_paged.memory.state_cache import LayerStates, StateCache
-from hf_paged.model.module_overrides import ModuleOverride, overriding
+from hf_paged.model.module_overrides import ChangedForward, ModuleOverride, has_hooks, overriding
+from hf_paged.model.scans import find_scans
 from hf_paged.model.traits import ModelTraits
 
 
@@ -120,16 +121,16 @@ class StateStep:
         pages = np.full((len(starts), kv_cache.states.num_pages), kv_cache.null_block)
         return cls(kv_cache, traits, pages, starts, query_lens, starts + query_lens)
 
-    def run(self, mixer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, mixer: _Mixer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a mixer returns for the packed batch.
 
         Args:
-            mixer: Called once for each part.
+            mixer: Computes one part after the other.
             args: As it was called with, the cache of a step and tensors `[1, T, ...]` among them.
         """
         num_tokens = self._parts[-1].tokens.stop
-        if mixer.layer_idx != self._layer:
-            self._layer = mixer.layer_idx
+        if mixer.module.layer_idx != self._layer:
+            self._layer = mixer.module.layer_idx
             self._held.clear()
         outputs = [self._run_part(part, mixer, num_tokens, args, kwargs) for part in self._parts]
         if not isinstance(outputs[0], tuple):
@@ -154,7 +155,7 @@ class StateStep:
                 return tuple(of_part(item) for item in value)
             return value
 
-        output = mixer._call_impl(*map(of_part, args), **{name: of_part(value) for name, value in kwargs.items()})
+        output = mixer.compute_rows(*map(of_part, args), **{name: of_part(value) for name, value in kwargs.items()})
         store(own, states)
         self._cache.write(self._layer, part.pages, states)
         shape = num_rows, length
@@ -184,7 +185,7 @@ def _joined(values: list[Any]) -> Any:
     return torch.cat(values, dim=1) if len(values) > 1 and isinstance(values[0], Tensor) else values[0]
 
 
-def _run_padded(cache: PaddedCache, mixer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_padded(cache: PaddedCache, mixer: _Mixer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs a mixer for padded rows: computes them packed, with zeros at padding."""
     given = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
     shape, real = given.shape[:2], cache.real
@@ -270,13 +271,28 @@ def store(layer: LinearAttentionLayer, states: LayerStates) -> None:
 class _Mixer(ModuleOverride):
     is_needed = True
 
+    __slots__ = ("changed",)
+
+    def __init__(self, module: Any, changed: ChangedForward | None) -> None:
+        """`changed`: a forward of its class to run in place of its own one."""
+        super().__init__(module)
+        self.changed = changed
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = next((c for c in (*args, *kwargs.values()) if isinstance(c, StepCache | PaddedCache)), None)
         if cache is None or cache.states is None:
-            return self.module._call_impl(*args, **kwargs)
+            return self.compute_rows(*args, **kwargs)
         if isinstance(cache, PaddedCache):
-            return _run_padded(cache, self.module, args, kwargs)
-        return cache.states.run(self.module, args, kwargs)
+            return _run_padded(cache, self, args, kwargs)
+        return cache.states.run(self, args, kwargs)
+
+    def compute_rows(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns for rows of one length."""
+        module, changed = self.module, self.changed
+        is_own = "forward" not in module.__dict__ and type(module).forward is self.own and not has_hooks(module)
+        if changed is None or not is_own or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+            return module._call_impl(*args, **kwargs)
+        return changed.run(module, *args, **kwargs)
 
 
 class Mixers:
@@ -285,11 +301,16 @@ class Mixers:
         self._model = weakref.ref(model)
         self._kinds = kinds
         self._found: list[_Mixer] | None = None
+        self._changed: dict[type[nn.Module], ChangedForward | None] = {}
 
     def scope(self) -> AbstractContextManager[object]:
         """Within it, forwards of a step call them as `StateStep` does."""
         if self._found is None:
             model = self._model()
             modules: Iterator[nn.Module] = iter(()) if model is None or not self._kinds else model.modules()
-            self._found = [_Mixer(module) for module in modules if type(module) in self._kinds]
+            mixers = [module for module in modules if type(module) in self._kinds]
+            self._changed = {kind: find_scans(mixer) for kind, mixer in {type(m): m for m in mixers}.items()}
+            self._found = [_Mixer(mixer, self._changed[type(mixer)]) for mixer in mixers]
+        for changed in filter(None, self._changed.values()):
+            changed.look_up()
         return overriding(self._found)

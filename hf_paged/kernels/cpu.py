@@ -332,7 +332,7 @@ def load(dtype: torch.dtype, head_dim: int, latent_dim: int | None = None) -> CP
         most = MAX_HEAD_DIM if latent_dim is None else MAX_LATENT_ROW
         if head_dim > most:
             return f"takes head dims up to {most}, the model has {head_dim}"
-        compiled = library(_SOURCE, FUNCTIONS, **constants(dtype, head_dim, latent_dim))
+        compiled = library(_SOURCE, FUNCTIONS, (), None, **constants(dtype, head_dim, latent_dim))
         kernels = CPUKernels(compiled, dtype, head_dim, latent_dim)
         error = _error(kernels, dtype, head_dim, latent_dim)
         # Of a rounding more or less; what is wrong is wrong by half.

@@ -25,7 +25,7 @@ static inline element from_float(float x) { return x; }
 #endif
 
 /* a * b + c, of which the product isn't rounded where a processor can do that. */
-#if defined(__FMA__)
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
 #define MULTIPLY_ADD(a, b, c) __builtin_fmaf(a, b, c)
 #else
 #define MULTIPLY_ADD(a, b, c) ((a) * (b) + (c))

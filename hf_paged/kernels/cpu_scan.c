@@ -11,11 +11,6 @@ enum { MIN_PRODUCTS = 1 << 17 }; /* below, a second thread costs more than it sa
 
 #define INLINE static inline __attribute__((always_inline))
 #define EACH(i) for (int i = 0; i < BLOCK; i++)
-#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
-#define FMA(a, b, c) __builtin_fmaf(a, b, c)
-#else
-#define FMA(a, b, c) ((a) * (b) + (c))
-#endif
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -48,7 +43,7 @@ void hf_paged_convolve(const struct convolution *a) {
       EACH(i) sum[i] = bias[i];
       for (int64_t k = 0; k < a->width; k++) {
         place = place + 1 < a->width ? place + 1 : 0; /* all around, from the oldest token to this one */
-        EACH(i) sum[i] = FMA(window[place][i], weight[k][i], sum[i]);
+        EACH(i) sum[i] = MULTIPLY_ADD(window[place][i], weight[k][i], sum[i]);
       }
       place = place + 1 < a->width ? place + 1 : 0;
       if (a->is_silu) EACH(i) sum[i] = silu(sum[i]);
@@ -88,7 +83,7 @@ INLINE void load(const struct scan *a, const element *from, float scale, float *
   if (a->is_normed) {
     float sums[16] = {0}, sum = 1e-6f;
     for (int64_t k = 0; k < a->key_dim; k += 16)
-      for (int i = 0; i < 16; i++) sums[i] = FMA(to[k + i], to[k + i], sums[i]);
+      for (int i = 0; i < 16; i++) sums[i] = MULTIPLY_ADD(to[k + i], to[k + i], sums[i]);
     for (int i = 0; i < 16; i++) sum += sums[i];
     scale /= sqrtf(sum);
   }
@@ -122,7 +117,7 @@ INLINE void scan(const int kind, const struct scan *a, int64_t b, int64_t h, int
     if (kind == DELTA) {
       float found[BLOCK] = {0};
       for (int64_t k = 0; k < a->key_dim; k++) decayed[k] = key[k] * decay[k * next];
-      for (int64_t k = 0; k < a->key_dim; k++) EACH(i) found[i] = FMA(state[k][i], decayed[k], found[i]);
+      for (int64_t k = 0; k < a->key_dim; k++) EACH(i) found[i] = MULTIPLY_ADD(state[k][i], decayed[k], found[i]);
       EACH(i) added[i] -= found[i];
     }
     EACH(i) added[i] *= step[i];
@@ -131,11 +126,11 @@ INLINE void scan(const int kind, const struct scan *a, int64_t b, int64_t h, int
       float kept[BLOCK];
       EACH(i) kept[i] = kind == SELECTIVE ? exp_negative(step[i] * rates[k][i]) : decay[k * next];
       EACH(i) {
-        state[k][i] = FMA(key[k], added[i], state[k][i] * kept[i]);
-        sum[i] = FMA(state[k][i], query[k], sum[i]);
+        state[k][i] = MULTIPLY_ADD(key[k], added[i], state[k][i] * kept[i]);
+        sum[i] = MULTIPLY_ADD(state[k][i], query[k], sum[i]);
       }
     }
-    EACH(i) sum[i] = FMA(value[i], skip[i], sum[i]);
+    EACH(i) sum[i] = MULTIPLY_ADD(value[i], skip[i], sum[i]);
     if (a->gate.first) {
       const element *g = at(a->gate, b, t, h) + first;
       for (int64_t i = 0; i < lanes; i++) gate[i] = to_float(g[i]);

@@ -18,7 +18,6 @@ DELTA, SUM, SELECTIVE = range(3)  # kinds of scans
 MAX_WIDTH, MAX_KEYS = 8, 256
 _SOURCE = Path(__file__).with_suffix(".c")
 _FUNCTIONS = ("hf_paged_convolve", "hf_paged_scan")
-_OPTIONS = ("-fno-associative-math", "-fno-reciprocal-math", "-ffp-contract=off")
 _pack_convolution, _pack_scan = Struct("13q").pack, Struct("36qf").pack  # as the structs
 
 
@@ -28,7 +27,7 @@ def load(dtype: torch.dtype) -> CDLL | str:
     if dtype not in DTYPES:
         return f"take {' and '.join(str(d) for d in DTYPES)}, the states are in {dtype}"
     try:
-        compiled = library(_SOURCE, _FUNCTIONS, _OPTIONS, IS_BFLOAT16=int(dtype is torch.bfloat16))
+        compiled = library(_SOURCE, _FUNCTIONS, IS_BFLOAT16=int(dtype is torch.bfloat16))
     except CompileError as error:
         return str(error)
     for name in _FUNCTIONS:

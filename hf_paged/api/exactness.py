@@ -66,8 +66,6 @@ def _of_steps(traits: ModelTraits, dtype: torch.dtype, device: torch.device) -> 
     """What holds for all steps of such a model here."""
     if not traits.runs_packed:
         yield f"its forwards don't run packed, so that torch multiplies rows of one width together: {traits.why_padded}"
-    if traits.states:
-        yield "a prompt is computed by a scan in chunks, a generated token by a step of the recurrence"
     if traits.has_latents:
         yield "a prompt's keys are made of its latents, a generated token's attention reads the latents themselves"
     if any(traits.indexers):

@@ -66,7 +66,7 @@ class Backend(ABC):
 
     name: ClassVar[str]
     reads_empty_slots: bool = True
-    can_record: ClassVar[bool] = False
+    can_record: bool = False
     most_one_by_one: ClassVar[int] = 1
 
     def __init__(self, kv_cache: Tensor, latent_dim: int | None = None) -> None:

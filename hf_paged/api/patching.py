@@ -12,7 +12,7 @@ from torch import nn
 from hf_paged.api.adapter_names import guard_tuner, release_tuner
 from hf_paged.api.generation import PagedGenerationMixin
 from hf_paged.api.patched_class import attach, detach
-from hf_paged.api.support import is_supported, unwrap
+from hf_paged.api.support import look_at, unwrap
 from hf_paged.core.config import PagedConfig
 from hf_paged.core.errors import UnsupportedModelError
 from hf_paged.engine.engine import Engine
@@ -50,7 +50,7 @@ def patch(model: ModelT, config: PagedConfig | None = None, **settings: Any) -> 
             raise ValueError(f"the model is already patched with {now}; unpatch it first to patch it with {then}")
         guard_tuner(model)
         return model
-    report = is_supported(inner)
+    report = look_at(inner)
     if report.traits is None:
         raise UnsupportedModelError(type(inner).__name__, report.reasons)
     attach(inner, wanted, report.traits, _channel(inner, wanted, report.traits))

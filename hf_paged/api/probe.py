@@ -47,7 +47,20 @@ _ROUNDING = 1e-4  # of the largest logit, for what is to agree but for the order
 _AS_LATENTS = "; as latents: "
 
 
-def probe(base: type[PreTrainedModel], config: PreTrainedConfig) -> ModelTraits | str:
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """How a model can be run over the pool.
+
+    Attributes:
+        traits: The findings.
+        tiny: The shrunken copy that has run so, and its own traits; `None`: none has.
+    """
+
+    traits: ModelTraits
+    tiny: tuple[PreTrainedModel, ModelTraits] | None = None
+
+
+def probe(base: type[PreTrainedModel], config: PreTrainedConfig) -> Trial | str:
     """How a model of this class and config can be run over the pool, or why not."""
     tiny = _tiny(base, config)
     if isinstance(tiny, str):
@@ -76,14 +89,15 @@ def probe(base: type[PreTrainedModel], config: PreTrainedConfig) -> ModelTraits 
             layers = with_latents(found.layers) if traits.has_latents else found.layers
             layers = _windowed(layers, whole) if has_windows else layers
             why_padded = "" if traits.runs_packed else why_padded
-            return replace(traits, layers=layers, indexers=found.indexers, states=found.states, why_padded=why_padded)
+            own = replace(traits, layers=layers, indexers=found.indexers, states=found.states, why_padded=why_padded)
+            return Trial(own, (model, traits))
         if traits.runs_packed and not traits.has_latents:
             why_padded = why_padded or failure
         elif traits.runs_packed:
             why_padded = f"{why_padded.partition(_AS_LATENTS)[0]}{_AS_LATENTS}{failure}"
         if keeps_inference_tensors(model):
             model = build(base, model.config)
-    return ModelTraits(found.layers, False, rows_independent=False, why_padded=why_padded or failure)
+    return Trial(ModelTraits(found.layers, False, rows_independent=False, why_padded=why_padded or failure))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_paged.api.probe import probe
+from hf_paged.api.exactness import why_not_exact
+from hf_paged.api.probe import Trial, probe
 from hf_paged.api.stored_layers import as_their_modules_say, keeps_states, on_meta
 from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.model.base_class import base_class
@@ -40,12 +41,16 @@ class SupportReport:
         reasons: Why not, a sentence each; empty if supported.
         traits: What was found out about its architecture; `None` if not supported.
         notes: Where a supported model's tokens may differ from stock's, and why, a sentence each.
+        exact: Whether a row has the same bits whatever shares its steps, of this model here and under default settings.
+        why_not_exact: Why a supported model's rows may not, a sentence each.
     """
 
     supported: bool
     reasons: tuple[str, ...] = ()
     traits: ModelTraits | None = None
     notes: tuple[str, ...] = ()
+    exact: bool = False
+    why_not_exact: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return self.supported
@@ -117,6 +122,11 @@ def is_supported(model: Any) -> SupportReport:
     Returns:
         The report, with the reasons if the answer is no.
     """
+    return look_at(model, is_exact_asked=True)
+
+
+def look_at(model: Any, is_exact_asked: bool = False) -> SupportReport:
+    """The same; whether it is exact takes a trial of its own, which `patch` has no need of."""
     try:
         if not isinstance(model, nn.Module):
             hint = "; patch its .model" if isinstance(getattr(model, "model", None), PreTrainedModel) else ""
@@ -126,17 +136,18 @@ def is_supported(model: Any) -> SupportReport:
         if reasons:
             return SupportReport(False, tuple(reasons))
         assert isinstance(model, PreTrainedModel)
-        report = _tried(base_class(model), model.config)
-        if report.traits is None:
-            return report
+        found = _tried(base_class(model), model.config)
+        if isinstance(found, SupportReport):
+            return found
         is_shared_out = ranks_of(model) is not None
-        reason = _why_not_on_ranks(report.traits, model) if is_shared_out else None
-        reason = reason or _why_not_on_devices(report.traits, model)
+        reason = _why_not_on_ranks(found.traits, model) if is_shared_out else None
+        reason = reason or _why_not_on_devices(found.traits, model)
         if reason is not None:
             return SupportReport(False, (reason,))
-        layers = as_their_modules_say(report.traits.layers, model)
+        layers = as_their_modules_say(found.traits.layers, model)
         layers = local_layers(layers, model) if is_shared_out else layers
-        return replace(report, traits=replace(report.traits, layers=layers), notes=_notes(model))
+        found = replace(found, traits=replace(found.traits, layers=layers))
+        return _report(model, found, is_exact_asked, _notes(model))
     except Exception as error:  # half constructed, or with a config that raises where it is read
         return SupportReport(False, (f"looking at it raised {type(error).__name__}: {error!s:.200}",))
 
@@ -195,22 +206,28 @@ def is_architecture_supported(base: type[PreTrainedModel], config: PreTrainedCon
 
     Args:
         base: A class of models with a language-model head.
-        config: Of one; not changed.
+        config: Of one; not changed. It is exact if one in float32 would be, on this machine's CPU.
     """
     try:
         with torch.random.fork_rng(devices=[]):
             model = on_meta(base, config)
         reasons = _architecture_reasons(model)
-        return SupportReport(False, tuple(reasons)) if reasons else _tried(base, model.config)
+        found = SupportReport(False, tuple(reasons)) if reasons else _tried(base, model.config)
+        return found if isinstance(found, SupportReport) else _report(model, found, is_exact_asked=True)
     except Exception as error:
         return SupportReport(False, (f"making one raised {type(error).__name__}: {error!s:.200}",))
 
 
-def _tried(base: type[PreTrainedModel], config: PreTrainedConfig) -> SupportReport:
+def _report(model: PreTrainedModel, found: Trial, is_exact_asked: bool, notes: tuple[str, ...] = ()) -> SupportReport:
+    reasons = why_not_exact(model, found) if is_exact_asked else ()
+    return SupportReport(True, (), found.traits, notes, is_exact_asked and not reasons, reasons)
+
+
+def _tried(base: type[PreTrainedModel], config: PreTrainedConfig) -> Trial | SupportReport:
     with torch.random.fork_rng(devices=[]):
         found = probe(base, config)
     if not isinstance(found, str):
-        return SupportReport(True, (), found)
+        return found
     if not set(CACHE_ARGUMENTS) & set(inspect.signature(base.forward).parameters):
         found = f"its forward takes no {' or '.join(CACHE_ARGUMENTS)}, so it has no cache for the pool to stand in for"
     return SupportReport(False, (found,))

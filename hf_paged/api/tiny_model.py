@@ -63,7 +63,7 @@ def logits(model: PreTrainedModel, past: Cache, edges: Sequence[int] = _EDGES, r
     parameters = inspect.signature(model.forward).parameters
     argument = cache_argument(type(model).forward)
     with torch.device("cpu"):
-        shape, generator = (len(LENGTHS), LONGEST + 4), torch.Generator().manual_seed(1)
+        shape, generator = (len(LENGTHS), max(LONGEST + 4, edges[-1])), torch.Generator().manual_seed(1)
         ids = torch.randint(0, _num_plain(model), shape, generator=generator)
         mask = torch.ones_like(ids)
         for index, length in enumerate(LENGTHS):

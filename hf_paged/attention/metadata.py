@@ -17,22 +17,6 @@ from hf_paged.kernels.padded_groups import PaddedGroup
 from hf_paged.kernels.transfers import to_device
 
 
-def one_by_one(
-    tables: Sequence[np.ndarray], query_lens: np.ndarray, seq_lens: np.ndarray, most: int
-) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-    """A step whose rows of up to `most` new tokens are so many rows, each of which sees one token more.
-
-    The same attention, since all keys of a step are written before any is read. Arguments as `AttentionMetadata`'s,
-    with tables of each group of layers.
-    """
-    counts = np.where(query_lens <= most, query_lens, 1)
-    rows = np.repeat(np.arange(len(query_lens)), counts)
-    place = np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]  # among its row's
-    is_cut = query_lens[rows] <= most
-    lens = np.where(is_cut, (seq_lens - query_lens)[rows] + place + 1, seq_lens[rows])
-    return [own[rows] for own in tables], np.where(is_cut, 1, query_lens[rows]), lens
-
-
 class AttentionMetadata:
     """One step's packed batch: `T` tokens of `S` sequences, sequence after sequence.
 
@@ -83,7 +67,7 @@ class AttentionMetadata:
             self.num_decodes = int((query_lens > 1).argmax())
             self._token_rows = rows = np.repeat(np.arange(len(query_lens)), query_lens)
             self._positions = (seq_lens - query_lens)[rows] + np.arange(len(rows)) - self.host_start_loc[rows]
-        self._query_tiles: dict[int, Tensor] = {}
+        self._query_tiles: dict[tuple[int, int, int | None], Tensor] = {}
         self._exact_work: dict[tuple[int, int, int], DecodeWork] = {}
         self._decode_work: dict[WorkKind, DecodeWork] = {}
         self._shared_work: dict[tuple[WorkKind, Together], DecodeWork | None] = {}
@@ -211,20 +195,21 @@ class AttentionMetadata:
                 self._shared_work[key] = DecodeWork(parts[0], parts[1], int(split[:, 3].sum()), *parts[2:])
         return self._shared_work[key]
 
-    def query_tiles(self, tile: int) -> Tensor:
-        """The new tokens of all sequences behind the first `num_decodes`, cut into tiles.
+    def query_tiles(self, tile: int, first: int | None = None, end: int | None = None) -> Tensor:
+        """The new tokens of some sequences, by default of all behind the first `num_decodes`, cut into tiles.
 
         Returns:
             `[tiles, 2]` int32: a sequence, and the first of its new tokens in the tile; the most to read first.
         """
-        if tile not in self._query_tiles:
-            lens = self.host_query_lens[self.num_decodes :]
-            sequence, first = _spread(-(-lens // tile))
-            sequence, first = sequence + self.num_decodes, first * tile
-            num_read = (self.host_seq_lens - self.host_query_lens)[sequence] + first
-            tiles = np.stack([sequence, first], axis=1)[np.argsort(-num_read, kind="stable")]
-            self._query_tiles[tile] = to_device(tiles.astype(np.int32), self._device)
-        return self._query_tiles[tile]
+        first = self.num_decodes if first is None else first
+        key = tile, first, end
+        if key not in self._query_tiles:
+            sequence, start = _spread(-(-self.host_query_lens[first:end] // tile))
+            sequence, start = sequence + first, start * tile
+            num_read = (self.host_seq_lens - self.host_query_lens)[sequence] + start
+            tiles = np.stack([sequence, start], axis=1)[np.argsort(-num_read, kind="stable")]
+            self._query_tiles[key] = to_device(tiles.astype(np.int32), self._device)
+        return self._query_tiles[key]
 
     def exact_work(self, tile: int, part: int, window: int) -> DecodeWork:
         """The new tokens of all sequences, in tiles, and what these read, in parts: cut at multiples of `part` tokens.

@@ -36,10 +36,6 @@ class PoolAttention:
         """The first group's backend, which does what concerns whole blocks."""
         return self.backends[0]
 
-    @property
-    def most_one_by_one(self) -> int:
-        return min((backend.most_one_by_one for backend in self.backends), default=1)
-
     def step(self, metadata: Sequence[AttentionMetadata]) -> PagedStep:
         if self.kv_cache.groups.is_single:  # its layers are the pool's
             return self.backends[0].step(metadata[0])

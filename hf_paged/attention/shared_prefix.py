@@ -1,7 +1,6 @@
 """Which sequences of a step begin with the same blocks: these may be read once for all of them.
 
-The block tables show them, whatever the reason: samples and beams of one prompt, prompts with the same beginning, or
-several new tokens of one sequence as so many rows. Scores are summed in another order then: last bits may differ.
+The block tables show them, whatever the reason: samples and beams of one prompt, or prompts with the same beginning.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -21,10 +20,10 @@ DTYPES = (torch.float32, torch.bfloat16)
 MAX_HEAD_DIM = 512
 MAX_LATENT_ROW = 2048  # elements of a latent and a rotary key
 LEAST_ROWS = (8, 12)  # queries that are faster together: of one query head a key head, and of several
-LATENT_HEADS = 8  # that one thread attends to together
-MAX_GROUP_ELEMENTS = 32768  # of all query heads that share a key head: they lie on a thread's stack, twice, in float32
-FUNCTIONS = ("hf_paged_write", "hf_paged_decode", "hf_paged_prompt", "hf_paged_rows")
+FUNCTIONS = ("hf_paged_write", "hf_paged_attend", "hf_paged_rows")
 _SOURCE = Path(__file__).with_suffix(".c")
+# A row's sums have the order that is written down, in whatever loop they are made.
+_OPTIONS = ("-fno-associative-math", "-fno-reciprocal-math", "-ffp-contract=off")
 
 
 class _Write(ctypes.Structure):
@@ -38,12 +37,17 @@ class _Write(ctypes.Structure):
 
 class _Attend(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("query", "output", "pool", "tables", "seq_lens", "sinks")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("query", "output", "pool", "tables", "seq_lens", "query_starts", "sinks")
+        ),
         *((name, ctypes.c_void_p) for name in ("order", "items")),
-        ("num_items", ctypes.c_int64),
-        ("query_starts", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("query_token", "query_head", "num_seqs", "num_kv_heads", "heads_per_kv")),
-        *((name, ctypes.c_int64) for name in ("block_size", "table_width", "block_stride", "window", "num_threads")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("num_items", "query_token", "query_head", "num_kv_heads", "heads_per_kv")
+        ),
+        *((name, ctypes.c_int64) for name in ("block_size", "table_width", "block_stride", "heads", "window")),
+        ("num_threads", ctypes.c_int64),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
     ]
 
@@ -72,39 +76,40 @@ class CPUKernels:
         self.value_dim = head_dim if latent_dim is None else latent_dim
         self.num_parts = 2 if latent_dim is None else 1
         self.stored = (head_dim, head_dim) if latent_dim is None else (latent_dim, head_dim - latent_dim)
-        self.write, self.decode = library.hf_paged_write, library.hf_paged_decode
-        self.prompt = library.hf_paged_prompt
+        self.write, self.attend = library.hf_paged_write, library.hf_paged_attend
         library.hf_paged_rows.restype = ctypes.c_int64
         self._rows: int = library.hf_paged_rows()
-        for function, kind in ((self.write, _Write), (self.decode, _Attend), (self.prompt, _Attend)):
+        for function, kind in ((self.write, _Write), (self.attend, _Attend)):
             function.argtypes, function.restype = [ctypes.POINTER(kind)], None  # which takes the structure itself
 
-    def together(self, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
-        """How many sequences are faster together than one by one, and how many an item of `Together` may have."""
-        group = num_heads // num_kv_heads
-        if self.num_parts == 1:
-            group = min(group, LATENT_HEADS)
-        return -(-LEAST_ROWS[group > 1] // group), self._rows // group
+    def heads_at_once(self, heads_per_kv: int) -> int:
+        """Query heads of a key head that a tile has rows for; of latents, which all heads share, half as many."""
+        most = self._rows if self.num_parts == 2 else self._rows // 2
+        return min(heads_per_kv, most)
 
-    def tokens_at_once(self, num_heads: int, num_kv_heads: int) -> int:
-        """New tokens of a tile of `prompts`; 0: they don't take so many query heads a key head."""
-        return self._rows * num_kv_heads // num_heads
+    def together(self, heads_per_kv: int) -> tuple[int, int]:
+        """How many sequences are faster together than one by one, and how many an item of `Together` may have."""
+        heads = self.heads_at_once(heads_per_kv)
+        return -(-LEAST_ROWS[heads > 1] // heads), self._rows // heads
+
+    def tokens_at_once(self, heads_per_kv: int) -> int:
+        """New tokens of one sequence that a tile has rows for."""
+        return self._rows // self.heads_at_once(heads_per_kv)
 
 
 @dataclass(slots=True, eq=False)
 class Rows:
-    """Sequences of a step that are attended to in one call a layer.
+    """New tokens of a step that are attended to in one call a layer.
 
     Attributes:
         arguments: What all layers have in common is filled in.
         num_tokens: New tokens that queries must have at least.
-        together: See `StepCalls.decodes`.
+        together: See `StepCalls.rows`.
         checked: The geometry of the layer before, which was found right.
     """
 
-    function: Callable[[_Attend], None]
     arguments: _Attend
-    num_tokens: int = 0
+    num_tokens: int
     together: Together | None = None
     checked: tuple[object, ...] = ()
 
@@ -182,73 +187,55 @@ class StepCalls:
             value_head=value.stride()[1],
         )
 
-    def decodes(
-        self, block_tables: Tensor, seq_lens: Tensor, num_seqs: int, longest: int, together: Together | None = None
+    def rows(
+        self,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        query_start_loc: Tensor,
+        num_tokens: int,
+        longest: int,
+        items: Tensor | Together,
     ) -> Rows:
-        """The sequences with one new token each that the batch begins with.
+        """Some of a step's new tokens, each of which sees those before it.
 
         Args:
-            block_tables: `[S, N]` int32, contiguous, with the blocks of the first `num_seqs` sequences.
-            seq_lens: `[S]` int32, contiguous, tokens of each including the new one.
-            longest: Tokens of the longest of them.
-            together: Sequences that share blocks; `None`: each is attended to by itself.
-
-        Raises:
-            InputError: Tensors of other shapes, strides, dtypes or devices, or tables of too few blocks.
-        """
-        shared = () if together is None else (together.order, together.items)
-        if not (
-            _are_numbers(block_tables, seq_lens, *shared)
-            and num_seqs <= block_tables.shape[0]
-            and num_seqs <= seq_lens.shape[0]
-            and longest <= block_tables.shape[1] * self._block_size
-            and (together is None or (together.order.shape == (num_seqs,) and together.items.shape[1:] == (3,)))
-        ):
-            given = {"block_tables": block_tables, "seq_lens": seq_lens}
-            raise InputError("decode", f"{num_seqs} tables and lengths of up to {longest} tokens", **given)
-        arguments = self._new_rows(block_tables, seq_lens, num_seqs)
-        if together is not None:
-            arguments.order, arguments.items = (each.data_ptr() for each in shared)
-            arguments.num_items = len(together.items)
-        return Rows(self._kernels.decode, arguments, num_seqs, together)
-
-    def prompts(self, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, tiles: Tensor) -> Rows:
-        """Sequences with several new tokens, each of which sees those before it.
-
-        Args:
-            block_tables: `[S, N]` int32, contiguous.
+            block_tables: `[S, N]` int32, contiguous, with the blocks of the sequences.
             seq_lens: `[S]` int32, contiguous, tokens of each including the new ones.
             query_start_loc: `[S + 1]` int32, contiguous, first new token of each.
-            tiles: `[tiles, 2]` int32, contiguous: a sequence, and the first of `tokens_at_once` of its new tokens.
+            num_tokens: New tokens of all sequences.
+            longest: Tokens of the longest of them.
+            items: `[tiles, 2]` int32, contiguous: a sequence, and the first of `tokens_at_once` of its new tokens; or
+                sequences with one new token each.
 
         Raises:
             InputError: Tensors of other shapes, strides, dtypes or devices.
         """
+        together = items if isinstance(items, Together) else None
+        order, items = (None, items) if isinstance(items, Tensor) else (items.order, items.items)
+        given = block_tables, seq_lens, query_start_loc, items, *(() if order is None else (order,))
         if not (
-            _are_numbers(block_tables, seq_lens, query_start_loc, tiles)
-            and block_tables.ndim == tiles.ndim == 2
+            _are_numbers(*given)
+            and block_tables.ndim == items.ndim == 2
             and query_start_loc.shape[0] == seq_lens.shape[0] + 1 == block_tables.shape[0] + 1
-            and tiles.shape[1] == 2
+            and items.shape[1] == (2 if order is None else 3)
+            and longest <= block_tables.shape[1] * self._block_size
         ):
-            given = {"block_tables": block_tables, "seq_lens": seq_lens, "query_start_loc": query_start_loc}
-            raise InputError("prompt", "tables and lengths of as many sequences", **given, tiles=tiles)
-        arguments = self._new_rows(block_tables, seq_lens, len(seq_lens))
-        arguments.items, arguments.num_items = tiles.data_ptr(), len(tiles)
-        arguments.query_starts = query_start_loc.data_ptr()
-        self._held += [query_start_loc, tiles]
-        return Rows(self._kernels.prompt, arguments)
-
-    def _new_rows(self, block_tables: Tensor, seq_lens: Tensor, num_seqs: int) -> _Attend:
-        self._held += [block_tables, seq_lens]
-        return _Attend(
+            shapes = {"block_tables": block_tables, "seq_lens": seq_lens, "query_start_loc": query_start_loc}
+            raise InputError("attend", f"tables and lengths of up to {longest} tokens", **shapes, items=items)
+        self._held += given
+        arguments = _Attend(
             tables=block_tables.data_ptr(),
             seq_lens=seq_lens.data_ptr(),
-            num_seqs=num_seqs,
+            query_starts=query_start_loc.data_ptr(),
+            order=None if order is None else order.data_ptr(),
+            items=items.data_ptr(),
+            num_items=len(items),
             num_kv_heads=self._num_kv_heads,
             block_size=self._block_size,
             table_width=block_tables.shape[1],
             block_stride=self._block_stride,
         )
+        return Rows(arguments, num_tokens, together)
 
     def attend(
         self,
@@ -274,8 +261,7 @@ class StepCalls:
             sinks: `[num_heads]` logits.
 
         Raises:
-            InputError: Tensors of other shapes, strides, dtypes or devices, a layer that the pool does not have, or too
-                many query heads a key head.
+            InputError: Tensors of other shapes, strides, dtypes or devices, or a layer that the pool does not have.
         """
         if sinks is not None:
             sinks = sinks.detach().float().contiguous()
@@ -290,7 +276,7 @@ class StepCalls:
         arguments.sinks = None if sinks is None else sinks.data_ptr()
         arguments.window, arguments.scale, arguments.softcap = sliding_window or 0, scale, softcap or 0.0
         arguments.num_threads = torch.get_num_threads()
-        rows.function(arguments)
+        self._kernels.attend(arguments)
 
     def _check(self, query: Tensor, output: Tensor, layer: int, rows: Rows, sinks: Tensor | None) -> None:
         kernels, num_kv_heads = self._kernels, self._num_kv_heads
@@ -301,24 +287,20 @@ class StepCalls:
             and query.stride()[2] == 1
             and output.is_contiguous()
             and (num_heads := query.shape[1]) % num_kv_heads == 0
-            and (num_heads * kernels.head_dim <= num_kv_heads * MAX_GROUP_ELEMENTS or kernels.num_parts == 1)
             and query.shape[0] >= rows.num_tokens
             and 0 <= layer < self._num_layers
             and query.dtype is output.dtype is kernels.dtype
             and query.is_cpu
             and output.is_cpu
             and (sinks is None or (sinks.shape == (num_heads,) and sinks.is_cpu))
-            and (rows.together is None or rows.together.most <= kernels.together(num_heads, num_kv_heads)[1])
-            and (
-                rows.function is kernels.decode
-                or (kernels.num_parts == 2 and kernels.tokens_at_once(num_heads, num_kv_heads))
-            )
+            and (rows.together is None or rows.together.most <= kernels.together(num_heads // num_kv_heads)[1])
         ):
             expected = f"twice [T, heads, dim], for one of {self._num_layers} layers, not {layer}"
             raise InputError("attend", expected, query=query, output=output, kv_cache=self._held[0])
         arguments = rows.arguments
         arguments.query_token, arguments.query_head, _ = query.stride()
         arguments.heads_per_kv = num_heads // num_kv_heads
+        arguments.heads = kernels.heads_at_once(num_heads // num_kv_heads)
 
 
 def _are_numbers(*tensors: Tensor) -> bool:
@@ -334,7 +316,6 @@ def constants(dtype: torch.dtype, head_dim: int, latent_dim: int | None = None) 
         "HEAD_DIM": head_dim,
         "VALUE_DIM": latent_dim or head_dim,
         "IS_LATENT": int(latent_dim is not None),
-        "LATENT_HEADS": LATENT_HEADS,
         "IS_BFLOAT16": int(dtype is torch.bfloat16),
     }
 
@@ -353,7 +334,7 @@ def load(dtype: torch.dtype, head_dim: int, latent_dim: int | None = None) -> CP
         most = MAX_HEAD_DIM if latent_dim is None else MAX_LATENT_ROW
         if head_dim > most:
             return f"takes head dims up to {most}, the model has {head_dim}"
-        compiled = library(_SOURCE, FUNCTIONS, (), None, **constants(dtype, head_dim, latent_dim))
+        compiled = library(_SOURCE, FUNCTIONS, _OPTIONS, None, **constants(dtype, head_dim, latent_dim))
         kernels = CPUKernels(compiled, dtype, head_dim, latent_dim)
         error = _error(kernels, dtype, head_dim, latent_dim)
         # Of a rounding more or less; what is wrong is wrong by half.
@@ -387,5 +368,7 @@ def _error(kernels: CPUKernels, dtype: torch.dtype, head_dim: int, latent_dim: i
         read = None if latent_dim is None else partial(reference.read_latents, latent_dim=latent_dim)
         expected = reference.paged_attention(query.double(), truth, 0, [both], head_dim**-0.5, read=read)
         result = query.new_empty(*query.shape[:2], expected.shape[-1])
-        step.attend(query, result, 0, step.decodes(tables.int(), lens.int(), 2, 21), head_dim**-0.5)
+        both_tokens = torch.tensor([[0, 0], [1, 0]], dtype=torch.int32, device="cpu")
+        starts = torch.arange(3, dtype=torch.int32, device="cpu")
+        step.attend(query, result, 0, step.rows(tables.int(), lens.int(), starts, 2, 21, both_tokens), head_dim**-0.5)
         return float((result.double() - expected).norm() / expected.norm())

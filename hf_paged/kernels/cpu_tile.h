@@ -1,7 +1,14 @@
 /* Attention of a tile of query rows that read the same keys: each lane of a vector is a row, so that a key's element is
    loaded once for all of them and no sum crosses lanes. Online softmax over tiles of keys, in float32.
 
+   A row's result has one order of sums, whatever other rows the tile has: over a head's elements one after another, of
+   the weights of KEYS tokens by halves, over values one token after another. The compiler may neither reorder nor contract
+   (see cpu.py); what is contracted is written so.
+
    Needs cpu_element.h, HEAD_DIM and VALUE_DIM. */
+#if defined(__FMA__)
+#include <immintrin.h>
+#endif
 #if defined(__AVX512F__)
 enum { LANES = 16, AT_ONCE = 8 }; /* sums of two vectors are in 16 of 32 registers */
 #elif defined(__AVX__)
@@ -28,6 +35,17 @@ struct tile {
   int64_t num_bytes[RUNS], to_values;
 };
 
+/* a * b + c, of which the product isn't rounded where a processor can do that. */
+static inline vector multiply_add(float a, vector b, vector c) {
+#if defined(__AVX512F__)
+  return (vector)_mm512_fmadd_ps(_mm512_set1_ps(a), (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (vector)_mm256_fmadd_ps(_mm256_set1_ps(a), (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
 static inline vector choose(numbers mask, vector yes, vector no) {
   return (vector)((mask & (numbers)yes) | (~mask & (numbers)no));
 }
@@ -47,24 +65,38 @@ static void clear_tile(struct tile *tile, int64_t rows, const char *pool, int64_
     for (int d = VALUE_DIM; d < VALUES; d++) tile->values[k][d] = 0;
 }
 
-/* Row `r`: its query, the tokens it sees, and its head's sink (or NULL): a score without a value. */
+/* What a row begins with: a sink, or what a row of another tile has come to; `sum` NULL: zeros. */
+struct row {
+  float largest, total;
+  const float *sum; /* elements `step` apart */
+  int64_t step;
+};
+
+static inline struct row begin_row(const float *sink, const struct tile *begun, int64_t r) {
+  if (!begun) return (struct row){sink ? *sink : -INFINITY, sink ? 1.0f : 0.0f, NULL, 0};
+  const int64_t v = r / LANES, lane = r % LANES;
+  return (struct row){begun->largest[v][lane], begun->total[v][lane], (const float *)begun->sum + r, begun->vectors * LANES};
+}
+
+/* Row `r`: its query, the tokens it sees, and its head's sink (or NULL): a score without a value. It goes on from what a
+   row of another tile, if there is one, has come to. */
 static void add_row(struct tile *tile, int64_t r, const element *query, float scale, int64_t first, int64_t end,
-                    const float *sink) {
+                    const float *sink, const struct tile *begun, int64_t begun_row) {
   float *to = (float *)tile->query + r;
   for (int d = 0; d < HEAD_DIM; d++) to[d * tile->vectors * LANES] = to_float(query[d]) * scale;
   tile->first[r / LANES][r % LANES] = (int32_t)first;
   tile->end[r / LANES][r % LANES] = (int32_t)end;
-  if (!sink) return;
-  tile->largest[r / LANES][r % LANES] = *sink;
-  tile->total[r / LANES][r % LANES] = 1.0f;
+  struct row row = begin_row(sink, begun, begun_row);
+  tile->largest[r / LANES][r % LANES] = row.largest;
+  tile->total[r / LANES][r % LANES] = row.total;
+  if (row.sum)
+    for (int d = 0; d < VALUE_DIM; d++) ((float *)tile->sum)[d * tile->vectors * LANES + r] = row.sum[d * row.step];
 }
 
-/* What row `r` has come to. */
-static inline void take_row(const struct tile *tile, int64_t r, float *largest, float *total, float *sum) {
-  const float *from = (const float *)tile->sum + r;
-  for (int d = 0; d < VALUE_DIM; d++) sum[d] = from[d * tile->vectors * LANES];
-  *largest = tile->largest[r / LANES][r % LANES];
-  *total = tile->total[r / LANES][r % LANES];
+/* Row `r`'s result. */
+static inline void take_row(const struct tile *tile, int64_t r, element *to) {
+  const float *sum = (const float *)tile->sum + r, total = tile->total[r / LANES][r % LANES];
+  for (int d = 0; d < VALUE_DIM; d++) to[d] = from_float(sum[d * tile->vectors * LANES] / total);
 }
 
 /* Some of the next KEYS keys and values, which lie side by side, to place `at`. */
@@ -94,7 +126,7 @@ static inline __attribute__((always_inline)) void multiply_keys(struct tile *til
       if (d * LINE < num_bytes) __builtin_prefetch(ahead + d * LINE, 0, 2);
       for (int i = 0; i < AT_ONCE; i++) {
         const float key = tile->keys[k + i][d];
-        for (int v = 0; v < vectors; v++) score[i][v] += key * query[v];
+        for (int v = 0; v < vectors; v++) score[i][v] = multiply_add(key, query[v], score[i][v]);
       }
     }
     for (int i = 0; i < AT_ONCE; i++)
@@ -134,12 +166,15 @@ static inline __attribute__((always_inline)) void weigh(struct tile *tile, const
     tile->total[v] *= factor[v];
     for (int k = 0; k < KEYS; k++) tile->scores[k * vectors + v] -= shift;
   }
-  if (is_masked)
-    for (int i = 0; i < KEYS * vectors * LANES; i++) scores[i] = scores[i] == -INFINITY ? 0 : exp_negative(scores[i]);
-  else
-    for (int i = 0; i < KEYS * vectors * LANES; i++) scores[i] = exp_negative(scores[i]);
-  for (int k = 0; k < KEYS; k++)
-    for (int v = 0; v < vectors; v++) tile->total[v] += tile->scores[k * vectors + v];
+  for (int i = 0; i < KEYS * vectors * LANES; i++) scores[i] = scores[i] == -INFINITY ? 0 : exp_negative(scores[i]);
+  vector sum[KEYS / 2];
+  for (int v = 0; v < vectors; v++) {
+    for (int k = 0; k < KEYS / 2; k++)
+      sum[k] = tile->scores[k * vectors + v] + tile->scores[(k + KEYS / 2) * vectors + v];
+    for (int half = KEYS / 4; half; half /= 2)
+      for (int k = 0; k < half; k++) sum[k] += sum[k + half];
+    tile->total[v] += sum[0];
+  }
 }
 
 static inline __attribute__((always_inline)) void multiply_values(struct tile *tile, const int vectors,
@@ -158,7 +193,7 @@ static inline __attribute__((always_inline)) void multiply_values(struct tile *t
       if (at < num_bytes) __builtin_prefetch(ahead + at, 0, 2);
       for (int i = 0; i < AT_ONCE; i++) {
         const float value = tile->values[k][d + i];
-        for (int v = 0; v < vectors; v++) sum[i][v] += value * weight[v];
+        for (int v = 0; v < vectors; v++) sum[i][v] = multiply_add(value, weight[v], sum[i][v]);
       }
     }
     for (int i = 0; i < AT_ONCE; i++)

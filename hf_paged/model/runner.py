@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_paged.attention.metadata import AttentionMetadata, one_by_one, padded_tables
+from hf_paged.attention.metadata import AttentionMetadata, padded_tables
 from hf_paged.attention.pool_attention import PoolAttention
 from hf_paged.core.batch import Batch
 from hf_paged.core.config import PagedConfig
@@ -61,8 +61,6 @@ class ModelRunner:
         starts, query_lens = np.frombuffer(batch.starts, np.int64), np.frombuffer(batch.query_lens, np.int64)
         tables = padded_tables(batch.tables, kv_cache.groups.windows, kv_cache.null_block, np.int64)
         seq_lens = starts + query_lens
-        if batch.num_tokens > batch.num_seqs and self._model.traits.runs_packed and not batch.spans:
-            tables, query_lens, seq_lens = one_by_one(tables, query_lens, seq_lens, attention.most_one_by_one)
         metadata = AttentionMetadata.of_groups(
             tables, query_lens, seq_lens, kv_cache.block_size, kv_cache.null_block, device
         )

@@ -113,10 +113,12 @@ def families_table(found: list[Family], as_markdown: bool = False) -> Table:
     table = Table(box=box.MARKDOWN if as_markdown else box.SIMPLE, show_edge=as_markdown)
     table.add_column("family", no_wrap=True)
     table.add_column("taken", no_wrap=True)
+    table.add_column("exact", no_wrap=True)
     table.add_column("bytes a token", justify="right", no_wrap=True)
     table.add_column("refused, or not packed, because", overflow="fold")
     for family in found:
         size = f"{family.report.bytes_per_token(torch.bfloat16):,}" if family.report else ""
         reason = family.reason or " ".join(family.report.why_padded.split())
-        table.add_row(family.name, family.report.layout, size, reason.replace("|", "/"))
+        exact = "yes" if family.report.exact else ""
+        table.add_row(family.name, family.report.layout, exact, size, reason.replace("|", "/"))
     return table

@@ -115,7 +115,7 @@ def test_tokens_that_share_latents(widths: str, extra: str, monkeypatch: pytest.
     case = Case("shared", widths, torch.float32, extra)
     step = CPUBackend(case.pool, case.latent_dim).step(case.metadata)
     assert error_of(step.attend(case.query, case.params), case.truth()) < 1e-6
-    assert isinstance(step, CPUStep) and any(rows.together is not None for rows in step._rows.values())
+    assert isinstance(step, CPUStep) and any(one.together for rows in step._rows.values() for one in rows)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from helpers.kernel_cases import random_tensor, step_metadata
+from helpers.kernel_cases import step_metadata
 from hf_paged.attention.decode_work import Together, WorkKind
-from hf_paged.attention.metadata import AttentionMetadata, DecodeMetadata, one_by_one
-from hf_paged.kernels import reference
+from hf_paged.attention.metadata import AttentionMetadata, DecodeMetadata
 from hf_paged.kernels.padded_groups import GatherView, PaddedGroup
 
 CPU = torch.device("cpu")
@@ -265,24 +264,3 @@ def test_decode_rows_of_all_lengths_are_few_groups() -> None:
     assert len(batch.metadata.groups) == 9
     padded = sum(group.block_table.numel() for group in batch.metadata.groups)
     assert padded < 2 * sum(n for n in range(1, 257))
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_rows_one_by_one(window: int | None) -> None:
-    """Would break: a draft that sees those behind it, or not the ones before; rows that are too long to be cut."""
-    shapes = [(1, 7), (3, 9), (2, 2), (6, 11), (1, 1)]
-    batch = Batch(shapes)
-    tables, query_lens, seq_lens = one_by_one(
-        [batch.metadata.host_tables], batch.metadata.host_query_lens, batch.metadata.host_seq_lens, 3
-    )
-    assert query_lens.tolist() == [1, 1, 1, 1, 1, 1, 6, 1]
-    assert seq_lens.tolist() == [7, 7, 8, 9, 1, 2, 11, 1]
-    cut = AttentionMetadata(tables[0], query_lens, seq_lens, batch.block_size, batch.null_block, CPU)
-    assert torch.equal(cut.slot_mapping, batch.metadata.slot_mapping)
-    kv_cache = random_tensor(batch.null_block + 1, 1, 2, 1, batch.block_size, 8, seed=1)
-    query = random_tensor(int(np.sum(query_lens)), 2, 8, seed=2)
-    expected, found = (
-        reference.paged_attention(query, kv_cache, 0, own.groups, 0.3, sliding_window=window)
-        for own in (batch.metadata, cut)
-    )
-    torch.testing.assert_close(found, expected)

@@ -115,13 +115,13 @@ def test_items_are_all_sequences(counts: list[int], least: int, most: int) -> No
 def test_samples_of_a_long_prompt(make_pair: Callable[..., Pair], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stock's tokens, from a prompt that was read once a step."""
     read_together = []
-    decodes = cpu.StepCalls.decodes
+    rows = cpu.StepCalls.rows
 
     def noting(self: cpu.StepCalls, *args: Any) -> cpu.Rows:
-        read_together.append(args[-1] is not None)
-        return decodes(self, *args)
+        read_together.append(isinstance(args[-1], cpu.Together))
+        return rows(self, *args)
 
-    monkeypatch.setattr(cpu.StepCalls, "decodes", noting)
+    monkeypatch.setattr(cpu.StepCalls, "rows", noting)
     monkeypatch.setattr(shared_prefix, "LEAST_TOKENS", 4)
     pair = make_pair(name, block_size=4)
     ids = random_ids(1, 21)

@@ -11,8 +11,7 @@ from transformers import GenerationConfig, LogitsProcessor, StoppingCriteriaList
 
 import hf_paged
 from helpers.models import EOS, PAD, VOCAB, build, ragged_batch, random_ids, tiny_lm, tiny_tokenizer, watch_tokens
-from hf_paged import testing
-from hf_paged.testing import ComparisonReport, Divergence, compare_generations, near_tie_threshold
+from hf_paged.testing import ComparisonReport, Divergence, compare_generations, near_tie_threshold, near_ties
 
 BATCH = ragged_batch((7, 4, 2))
 PROMPT = 7
@@ -449,7 +448,7 @@ def test_what_rounding_does_at_the_edges_of_top_k_and_top_p(top_k, top_p, is_coa
         return (logits * 64).round() / 64 if is_coarse else logits
 
     def judged(logits, tokens):
-        gaps, choices = testing._gaps((warpers(None, logits.clone()) - noise) * 0.8, tokens)
+        gaps, choices = near_ties._gaps((warpers(None, logits.clone()) - noise) * 0.8, tokens)
         return gaps > limit, choices
 
     raw = rounded(1.3 * torch.randn(rows, width, generator=generator))
@@ -462,7 +461,7 @@ def test_what_rounding_does_at_the_edges_of_top_k_and_top_p(top_k, top_p, is_coa
     tokens = (warpers(None, engine.clone()) - noise).argmax(dim=-1)
     alarms, choices = judged(raw, tokens)
     falsely = alarms.clone()
-    for logits in testing._shifted_cuts(raw, raw / 0.8 - noise, tokens, choices, torch.full((rows, 1), limit)):
+    for logits in near_ties._shifted_cuts(raw, raw / 0.8 - noise, tokens, choices, torch.full((rows, 1), limit)):
         falsely &= judged(logits, tokens)[0]
     assert alarms.sum() > 50, "too few tokens at an edge: the test shows nothing"
     assert falsely.sum() <= (0.04 * alarms.sum() if is_coarse else 0)
@@ -604,8 +603,8 @@ def test_memory_is_bounded_without_other_results(model, monkeypatch, arguments):
     actual = expected.clone()
     actual[:, PROMPT + 2] = actual[:, PROMPT + 2] % 90 + 3
     whole = compare(model, expected, actual, seed=5, **arguments)
-    monkeypatch.setattr(testing, "_MAX_LOGITS", 3 * 4 * VOCAB * 2)
-    monkeypatch.setattr(testing, "_MAX_TOKENS", 20)
+    monkeypatch.setattr(near_ties, "_MAX_LOGITS", 3 * 4 * VOCAB * 2)
+    monkeypatch.setattr(near_ties, "_MAX_TOKENS", 20)
     forwards = watch_tokens(model)
     parts = compare(model, expected, actual, seed=5, **arguments)
     assert max(forwards) <= 20 and len(forwards) > 10

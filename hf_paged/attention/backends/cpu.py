@@ -16,8 +16,6 @@ from hf_paged.kernels.layers import InputError
 
 @register("cpu", device_types=("cpu",), preference=1)
 class CPUBackend(TorchBackend):
-    most_one_by_one = 16  # drafts, the end of a prompt: gathering what they see costs more than reading it again
-
     def __init__(self, kv_cache: Tensor, latent_dim: int | None = None) -> None:
         super().__init__(kv_cache, latent_dim)
         kernels = cpu.load(kv_cache.dtype, kv_cache.shape[5], latent_dim)
@@ -41,10 +39,8 @@ class CPUBackend(TorchBackend):
 
 
 def _takes_prompts(dtype: torch.dtype) -> bool:
-    """Whether prompts, too, are faster in C: not without wide vectors, nor where AMX multiplies half precision."""
-    if dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported():
-        return False
-    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    """Whether prompts, too, are attended to in C, not where AMX multiplies half precision."""
+    return dtype is not torch.bfloat16 or not torch.cpu._is_amx_tile_supported()
 
 
 class CPUStep(TorchStep):
@@ -56,7 +52,7 @@ class CPUStep(TorchStep):
         super().__init__(kv_cache, metadata)
         self._kernels, self._takes_prompts = kernels, takes_prompts
         self._calls = cpu.StepCalls(kernels, kv_cache)
-        self._rows: dict[tuple[AttentionMetadata, int, bool], cpu.Rows] = {}
+        self._rows: dict[tuple[AttentionMetadata, int], list[cpu.Rows]] = {}
 
     def write(self, key: Tensor, value: Tensor, layer: int) -> None:
         try:
@@ -68,60 +64,50 @@ class CPUStep(TorchStep):
         if params.maps is not None:
             return super().attend(query, params)
         metadata = self._metadata
-        output: Tensor | None = None
-        if metadata.num_decodes:
-            output = self._attend_by_kernels(query, None, metadata, params)
-            if output is not None and metadata.num_decodes == query.shape[0]:
-                return output
-            if output is None:
-                return self._attend(query, params, None)
-        found = None
-        if self._takes_prompts and self._kernels.tokens_at_once(query.shape[1], self._kv_cache.shape[3]):
-            found = self._attend_by_kernels(query, output, metadata, params, are_prompts=True)
-        return self._attend(query, params, output) if found is None else found
+        num_decodes = metadata.num_decodes
+        output = None
+        if self._takes_prompts or num_decodes:
+            output = self._attend_by_kernels(query, metadata, params)
+        if output is None or self._takes_prompts or num_decodes == query.shape[0]:
+            return self._attend(query, params, None) if output is None else output
+        return self._attend(query, params, output)
 
     def _attend_rows(self, query: Tensor, metadata: AttentionMetadata, params: AttentionParams) -> Tensor:
-        output = self._attend_by_kernels(query, None, metadata, params)
+        output = self._attend_by_kernels(query, metadata, params)
         return super()._attend_rows(query, metadata, params) if output is None else output
 
-    def _attend_by_kernels(
-        self,
-        query: Tensor,
-        begun: Tensor | None,
-        metadata: AttentionMetadata,
-        params: AttentionParams,
-        are_prompts: bool = False,
-    ) -> Tensor | None:
-        """`[T, num_heads, head_dim]` with the decode rows filled in, or all others, in `begun` if there are any.
-
-        `None`: the kernels don't take these.
-        """
+    def _attend_by_kernels(self, query: Tensor, metadata: AttentionMetadata, params: AttentionParams) -> Tensor | None:
+        """`[T, num_heads, head_dim]` with the tokens filled in that the kernels attend to; `None`: none."""
         if torch.is_autocast_enabled("cpu"):
             return None
         width = query.shape[2] if params.maps is None else params.maps.latent_dim
-        output = query.new_empty(*query.shape[:2], width) if begun is None else begun
+        output = query.new_empty(*query.shape[:2], width)
         try:
-            key = metadata, query.shape[1], are_prompts
+            key = metadata, query.shape[1]
             rows = self._rows.get(key)
             if rows is None:
-                rows = self._rows[key] = self._make_rows(metadata, query.shape[1], are_prompts)
+                rows = self._rows[key] = self._make_rows(metadata, query.shape[1])
             own = params.scale, params.sliding_window, params.softcap, params.sinks
-            self._calls.attend(query, output, params.layer, rows, *own)
+            for each in rows:
+                self._calls.attend(query, output, params.layer, each, *own)
         except InputError:
             return None
         return output
 
-    def _make_rows(self, metadata: AttentionMetadata, num_heads: int, are_prompts: bool) -> cpu.Rows:
-        """For layers of so many query heads."""
-        tables, num_kv_heads = (metadata.block_tables, metadata.seq_lens), self._kv_cache.shape[3]
-        if are_prompts:
-            tiles = metadata.query_tiles(self._kernels.tokens_at_once(num_heads, num_kv_heads))
-            return self._calls.prompts(*tables, metadata.query_start_loc, tiles)
-        together = None
-        least, most = self._kernels.together(num_heads, num_kv_heads)
-        shared = metadata.shared_prefixes if most > 1 and metadata.num_decodes >= least else None
+    def _make_rows(self, metadata: AttentionMetadata, num_heads: int) -> list[cpu.Rows]:
+        """For layers of so many query heads: sequences that share blocks, if there are any, and all others."""
+        num_decodes, heads_per_kv = metadata.num_decodes, num_heads // self._kv_cache.shape[3]
+        numbers = int(metadata.host_start_loc[-1]), int(metadata.host_seq_lens.max())
+        given = metadata.block_tables, metadata.seq_lens, metadata.query_start_loc, *numbers
+        least, most = self._kernels.together(heads_per_kv)
+        shared = metadata.shared_prefixes if most > 1 and num_decodes >= least else None
         items = None if shared is None else shared.items(least, most)
+        rows, first = [], 0
         if shared is not None and items is not None:
             order = torch.from_numpy(shared.order.astype(np.int32))
-            together = cpu.Together(order, torch.from_numpy(items), most)
-        return self._calls.decodes(*tables, metadata.num_decodes, metadata.max_decode_len, together)
+            rows, first = [self._calls.rows(*given, cpu.Together(order, torch.from_numpy(items), most))], num_decodes
+        end = len(metadata.host_seq_lens) if self._takes_prompts else num_decodes
+        if first < end:
+            tiles = metadata.query_tiles(self._kernels.tokens_at_once(heads_per_kv), first, end)
+            rows.append(self._calls.rows(*given, tiles))
+        return rows

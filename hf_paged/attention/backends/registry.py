@@ -61,13 +61,11 @@ class Backend(ABC):
     Attributes:
         reads_empty_slots: Whether it reads slots of a block that hold no token (and multiplies them by zero).
         can_record: Whether its decode steps can be recorded in CUDA graphs.
-        most_one_by_one: Rows of up to so many new tokens are faster as so many rows of one.
     """
 
     name: ClassVar[str]
     reads_empty_slots: bool = True
     can_record: bool = False
-    most_one_by_one: ClassVar[int] = 1
 
     def __init__(self, kv_cache: Tensor, latent_dim: int | None = None) -> None:
         self._kv_cache = kv_cache

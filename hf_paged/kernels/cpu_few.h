@@ -1,0 +1,178 @@
+/* Attention of a few query rows of one sequence, in the order of sums of cpu_tile.h and so with its bits: where rows would
+   fill few lanes of a tile, lanes are keys for scores, and elements of values for sums.
+
+   Needs cpu_tile.h. A lane holds 4 bytes: of bfloat16 a pair of elements, which are sums of their own. */
+enum { FEW = 8, PAIR = 4 / sizeof(element), STEP = LANES * PAIR, PARTS = KEYS / LANES };
+enum { KEY_STEPS = (HEAD_DIM + STEP - 1) / STEP, VALUE_STEPS = (VALUE_DIM + STEP - 1) / STEP };
+
+struct few {
+  float query[FEW][KEY_STEPS * STEP];                   /* times the scale, zeros behind it */
+  vector sum[FEW][VALUE_STEPS][PAIR];                   /* of first and of second elements */
+  float largest[FEW], total[FEW];
+  int64_t first[FEW], end[FEW];                         /* tokens that a row sees */
+  const element *keys[KEYS], *values[KEYS];             /* of a tile */
+  const element *next[KEYS];                            /* the next one's keys; their values lie `to_values` behind */
+  int64_t to_values;
+};
+
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (numbers){__VA_ARGS__})
+#endif
+#if defined(__AVX512F__)
+#define LOW(a, b) SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+#define HIGH(a, b) SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+#elif defined(__AVX__)
+#define LOW(a, b) SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
+#define HIGH(a, b) SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
+#else
+#define LOW(a, b) SHUFFLE(a, b, 0, 4, 1, 5)
+#define HIGH(a, b) SHUFFLE(a, b, 2, 6, 3, 7)
+#endif
+#define INLINE static inline __attribute__((always_inline))
+#define EACH(i, count) _Pragma("GCC unroll 16") for (int i = 0; i < count; i++)
+
+INLINE void riffle(vector *rows) {
+  vector next[LANES];
+  EACH(i, LANES / 2) next[2 * i] = LOW(rows[i], rows[i + LANES / 2]), next[2 * i + 1] = HIGH(rows[i], rows[i + LANES / 2]);
+  EACH(i, LANES) rows[i] = next[i];
+}
+
+/* LANES rows as so many columns: riffled once for each bit of a lane's number. */
+INLINE void transpose(vector *rows) {
+  riffle(rows), riffle(rows);
+  if (LANES > 4) riffle(rows);
+  if (LANES > 8) riffle(rows);
+}
+
+/* Up to STEP elements, and zeros, as they lie. */
+INLINE vector load(const element *from, const int count) {
+  vector x = {0};
+  memcpy(&x, from, (count < STEP ? count : STEP) * sizeof(element));
+  return x;
+}
+
+/* The first or the second elements of pairs. */
+INLINE vector element_of(vector pairs, const int which) {
+  if (PAIR == 1) return pairs;
+  return which ? (vector)((numbers)pairs & (int32_t)0xffff0000) : (vector)((numbers)pairs << 16);
+}
+
+/* The sum of KEYS numbers by halves, or the largest of them. */
+INLINE float folded(const float *from, const int is_sum) {
+  vector x[PARTS];
+  memcpy(x, from, sizeof x);
+  _Pragma("GCC unroll 4") for (int half = PARTS / 2; half; half /= 2)
+    EACH(i, half) x[i] = is_sum ? x[i] + x[i + half] : choose(x[i] > x[i + half], x[i], x[i + half]);
+  _Pragma("GCC unroll 4") for (int n = 1; n < LANES; n *= 2) {
+    const vector low = LOW(x[0], x[0]), high = HIGH(x[0], x[0]);
+    x[0] = is_sum ? low + high : choose(low > high, low, high);
+  }
+  return x[0][0];
+}
+
+/* As `add_row`. */
+static void add_few(struct few *few, int64_t r, const element *query, float scale, int64_t first, int64_t end,
+                    const float *sink, const struct tile *begun, int64_t begun_row) {
+  const struct row row = begin_row(sink, begun, begun_row);
+  for (int d = 0; d < KEY_STEPS * STEP; d++) few->query[r][d] = d < HEAD_DIM ? to_float(query[d]) * scale : 0;
+  few->first[r] = first, few->end[r] = end, few->largest[r] = row.largest, few->total[r] = row.total;
+  memset(few->sum[r], 0, sizeof few->sum[r]);
+  if (row.sum)
+    for (int d = 0; d < VALUE_DIM; d++) few->sum[r][d / STEP][d % PAIR][d % STEP / PAIR] = row.sum[d * row.step];
+}
+
+static inline void take_few(const struct few *few, int64_t r, element *to) {
+  for (int d = 0; d < VALUE_DIM; d++)
+    to[d] = from_float(few->sum[r][d / STEP][d % PAIR][d % STEP / PAIR] / few->total[r]);
+}
+
+/* Brings a row of the next tile into the second-level cache: blocks lie anywhere, no processor foresees the next. */
+INLINE void fetch(const element *row) {
+  for (int d = 0; d < HEAD_DIM; d += LINE / (int)sizeof(element)) __builtin_prefetch(row + d, 0, 2);
+}
+
+/* Adds products with elements `s * STEP` on, `count` of them, of LANES keys to their scores. */
+INLINE void multiply_few(const struct few *few, const int rows, int p, int s, const int count, vector (*score)[PARTS]) {
+  vector key[LANES];
+  EACH(i, LANES) key[i] = load(few->keys[p * LANES + i] + s * STEP, count);
+  transpose(key);
+  EACH(i, LANES) EACH(which, PAIR) {
+    const vector own = element_of(key[i], which);
+    EACH(r, rows) score[r][p] = multiply_add(few->query[r][s * STEP + i * PAIR + which], own, score[r][p]);
+  }
+}
+
+/* Adds up to STEP elements of the values, `steps` times, from step `s` on. */
+INLINE void add_values(struct few *few, const int rows, int s, const int steps, const int count, float (*weight)[KEYS],
+                       const float *factor, int fetches) {
+  vector sum[rows][steps][PAIR];
+  EACH(r, rows) EACH(i, steps) EACH(which, PAIR) sum[r][i][which] = few->sum[r][s + i][which] * factor[r];
+  for (int k = 0; k < KEYS; k++) {
+    if (fetches) fetch(few->next[k] + few->to_values);
+    EACH(i, steps) {
+      const vector value = load(few->values[k] + (s + i) * STEP, count);
+      EACH(which, PAIR) {
+        const vector own = element_of(value, which);
+        EACH(r, rows) sum[r][i][which] = multiply_add(weight[r][k], own, sum[r][i][which]);
+      }
+    }
+  }
+  EACH(r, rows) EACH(i, steps) EACH(which, PAIR) few->sum[r][s + i][which] = sum[r][i][which];
+}
+
+/* Scores of one row's keys to weights. */
+INLINE float weigh_few(struct few *few, int r, float *row, int64_t start, float softcap) {
+  if (softcap > 0)
+    for (int k = 0; k < KEYS; k++) row[k] = tanhf(row[k] / softcap) * softcap;
+  const int64_t first = few->first[r] - start, end = few->end[r] - start;
+  if (first > 0 || end < KEYS)
+    for (int k = 0; k < KEYS; k++) row[k] = k >= first && k < end ? row[k] : -INFINITY;
+  const float most = folded(row, 0), before = few->largest[r], top = most > before ? most : before;
+  const float shift = top == -INFINITY ? 0 : top, factor = before == -INFINITY ? 0 : exp_negative(before - shift);
+  for (int k = 0; k < KEYS; k++) row[k] -= shift;
+  for (int k = 0; k < KEYS; k++) row[k] = row[k] == -INFINITY ? 0 : exp_negative(row[k]);
+  few->largest[r] = top;
+  few->total[r] = few->total[r] * factor + folded(row, 1);
+  return factor;
+}
+
+/* The tile of keys and values that is set, of which token `start` is the first. */
+INLINE void attend_few_keys(struct few *few, const int rows, int64_t start, float softcap) {
+  vector score[rows][PARTS];
+  float weight[rows][KEYS] __attribute__((aligned(64))), factor[rows];
+  EACH(r, rows) EACH(p, PARTS) score[r][p] = (vector){0};
+  int k = 0;
+  for (int p = 0; p < PARTS; p++)
+    for (int s = 0; s < KEY_STEPS; s++) {
+      for (; k < (p * KEY_STEPS + s + 1) * KEYS / (PARTS * KEY_STEPS); k++) fetch(few->next[k]);
+      if (HEAD_DIM % STEP == 0 || s < KEY_STEPS - 1) multiply_few(few, rows, p, s, STEP, score);
+      else multiply_few(few, rows, p, s, HEAD_DIM % STEP, score);
+    }
+  memcpy(weight, score, sizeof weight);
+  for (int r = 0; r < rows; r++) factor[r] = weigh_few(few, r, weight[r], start, softcap);
+  enum { WHOLE = VALUE_DIM / STEP };
+  const int steps = rows > 4 ? 1 : rows * PAIR > 2 ? 2 : 4; /* as many sums as registers hold */
+  int s = 0;
+  for (; s + steps <= WHOLE; s += steps) add_values(few, rows, s, steps, STEP, weight, factor, !s);
+  for (; s < WHOLE; s++) add_values(few, rows, s, 1, STEP, weight, factor, !s);
+  if (VALUE_DIM % STEP) add_values(few, rows, s, 1, VALUE_DIM % STEP, weight, factor, !s);
+}
+
+typedef void few_function(struct few *, int64_t, float);
+#define OF_ROWS(n)                                                                                                     \
+  static void attend_few_keys##n(struct few *few, int64_t start, float softcap) {                                      \
+    attend_few_keys(few, n, start, softcap);                                                                           \
+  }
+OF_ROWS(1) OF_ROWS(2) OF_ROWS(4) OF_ROWS(8)
+
+/* For so many rows; those up to a power of two see nothing. */
+static few_function *few_keys_of(struct few *few, int rows) {
+  const int all = rows > 4 ? 8 : rows > 2 ? 4 : rows;
+  for (int r = rows; r < all; r++) {
+    memset(few->query[r], 0, sizeof few->query[r]), memset(few->sum[r], 0, sizeof few->sum[r]);
+    few->largest[r] = -INFINITY, few->total[r] = 0, few->first[r] = few->end[r] = 0;
+  }
+  return all == 8 ? attend_few_keys8 : all == 4 ? attend_few_keys4 : all == 2 ? attend_few_keys2 : attend_few_keys1;
+}

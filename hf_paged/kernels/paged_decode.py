@@ -230,8 +230,8 @@ def paged_decode(call: LayerAttention, items: Tensor, split: Tensor) -> None:
     combine(call, split, call.padded_dim)
 
 
-def combine(call: LayerAttention, split: Tensor, padded_dim: int) -> None:
-    """Combines the partial results of the sequences that `split` lists; `padded_dim`: an output's width, padded."""
+def combine(call: LayerAttention, split: Tensor, padded_dim: int, at_once: int = COMBINED_AT_ONCE) -> None:
+    """Combines the partial results of the rows that `split` lists; `padded_dim`: an output's width, padded."""
     if split.shape[0]:
         _combine_kernel[(split.shape[0], call.num_heads)](
             call.output,
@@ -239,7 +239,7 @@ def combine(call: LayerAttention, split: Tensor, padded_dim: int) -> None:
             split,
             HEAD_DIM=call.output.shape[2],
             D=padded_dim,
-            CHUNK=COMBINED_AT_ONCE,
+            CHUNK=at_once,
             num_warps=4,
         )
 

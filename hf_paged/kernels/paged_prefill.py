@@ -7,6 +7,10 @@ with the most to read first, so that none starts last and runs long.
 
 Of the KV tiles a program visits, those that all of its tokens see wholly need no mask: they are the middle of three
 loops.
+
+Exact, a token's result has the same bits in any tile: all tiles have one shape and are masked, also those of a single
+new token, and keys are cut into parts at multiples of a number of tokens. A program takes one part, and parts are
+combined one by one. Tiles and parts that a row sees nothing of leave its sums as they are.
 """
 
 from __future__ import annotations
@@ -17,18 +21,20 @@ from torch import Tensor
 
 from hf_paged.kernels.launch import FP8_FORMATS, Device, LayerAttention, Tiling, device_of, next_power_of_two
 from hf_paged.kernels.online_softmax import attend_tiles, start_rows
+from hf_paged.kernels.paged_decode import STATS
 from hf_paged.kernels.tile_ops import LOG2_E
 
 
 @triton.jit(do_not_specialize=["layer", "window", "stride_table"])
 def _prefill_kernel(
     output,  # [T, H, HEAD_DIM], contiguous
+    partials,  # [parts, H, HEAD_DIM + STATS] float32: acc, m, l
     query,  # [T, H, HEAD_DIM]
     kv_cache,  # [blocks, layers, 2, kv_heads, BLOCK_SIZE, HEAD_DIM]
     block_tables,  # [S, N] int32
     seq_lens,  # [S] int32
     query_start_loc,  # [S + 1] int32
-    query_tiles,  # [tiles, 2] int32: sequence, first of its new tokens; a sequence below 0: nothing to do
+    query_tiles,  # [tiles, 2] int32: sequence, first of its new tokens; a sequence below 0: nothing to do. Exact: 5
     sinks,  # [H] or None
     layer,
     scale,
@@ -55,11 +61,13 @@ def _prefill_kernel(
     NATIVE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    PART: tl.constexpr,  # tokens of a part, exact; 0: all keys are one
 ):
-    sequence = tl.load(query_tiles + tl.program_id(0) * 2)
+    item = query_tiles + tl.program_id(0) * (5 if PART else 2)
+    sequence = tl.load(item)
     if sequence < 0:
         return
-    first_query = tl.load(query_tiles + tl.program_id(0) * 2 + 1)
+    first_query = tl.load(item + 1)
     num_group_tiles: tl.constexpr = (GROUP + GROUP_TILE - 1) // GROUP_TILE
     kv_head = tl.program_id(1) // num_group_tiles
     group_tile = tl.program_id(1) % num_group_tiles
@@ -90,6 +98,11 @@ def _prefill_kernel(
     else:
         first_tile = 0
         first_full = 0
+    if PART:
+        part = tl.load(item + 2)
+        first_tile = tl.maximum(first_tile, part * (PART // TILE))
+        last_tile = tl.minimum(last_tile, (part + 1) * (PART // TILE))
+        last_full = first_tile
 
     token_rows = (start + queries).to(tl.int64)
     query_rows = token_rows * stride_query_token + heads.to(tl.int64) * stride_query_head
@@ -98,9 +111,12 @@ def _prefill_kernel(
     score_scale = scale / softcap if HAS_SOFTCAP else scale * LOG2_E
 
     positions = context + queries
+    if PART and sinks is not None:  # counted once, in the first part that the row sees
+        first_part = tl.maximum(positions - window + 1, 0) // PART if HAS_WINDOW else tl.zeros([M], tl.int32)
+        row_max = tl.where(first_part == part, row_max, float("-inf"))
     key_base = kv_cache + tl.cast(layer, tl.int64) * stride_layer + kv_head * tl.cast(stride_head, tl.int64)
     table = block_tables + sequence.to(tl.int64) * stride_table
-    for part in tl.static_range(0 if HAS_WINDOW else 1, 3):
+    for stretch in tl.static_range(2 if PART else 0 if HAS_WINDOW else 1, 3):
         acc, row_max, row_sum = attend_tiles(
             acc,
             row_max,
@@ -111,8 +127,8 @@ def _prefill_kernel(
             key_base + stride_kv,
             table,
             stride_block,
-            first_tile if part == 0 else first_full if part == 1 else last_full,
-            first_full if part == 0 else last_full if part == 1 else last_tile,
+            first_tile if stretch == 0 else first_full if stretch == 1 else last_full,
+            first_full if stretch == 0 else last_full if stretch == 1 else last_tile,
             last_position,
             score_scale,
             softcap * LOG2_E,
@@ -125,12 +141,20 @@ def _prefill_kernel(
             NATIVE,
             HAS_WINDOW,
             HAS_SOFTCAP,
-            part != 1,
+            stretch != 1,
         )
 
-    acc = acc / row_sum[:, None]  # every row has seen its own token
-    output_rows = (token_rows * NUM_HEADS + heads) * HEAD_DIM
-    tl.store(output + output_rows[:, None] + columns[None, :], acc.to(output.dtype.element_ty), mask=stored)
+    num_parts = tl.load(item + 4) if PART else 1
+    if num_parts == 1:
+        acc = acc / row_sum[:, None]  # every row has seen its own token
+        output_rows = (token_rows * NUM_HEADS + heads) * HEAD_DIM
+        tl.store(output + output_rows[:, None] + columns[None, :], acc.to(output.dtype.element_ty), mask=stored)
+    else:
+        parts = tl.load(item + 3).to(tl.int64) + (queries - first_query) * num_parts
+        partial_rows = (parts * NUM_HEADS + heads) * (HEAD_DIM + STATS)
+        tl.store(partials + partial_rows[:, None] + columns[None, :], acc, mask=stored)
+        tl.store(partials + partial_rows + HEAD_DIM, row_max, mask=is_real)
+        tl.store(partials + partial_rows + HEAD_DIM + 1, row_sum, mask=is_real)
 
 
 def tiling(itemsize: int, padded_dim: int, group: int, longest_query: int, device: Device, is_fp8: bool) -> Tiling:
@@ -178,13 +202,14 @@ def plan(query: Tensor, kv_cache: Tensor, max_query_len: int) -> tuple[int, int]
     return rows, query_tiling(group, rows)[0]
 
 
-def paged_prefill(call: LayerAttention, query_tiles: Tensor, rows: int) -> None:
+def paged_prefill(call: LayerAttention, query_tiles: Tensor, rows: int, part: int = 0) -> None:
     """Attends for the sequences whose new tokens are in `query_tiles`.
 
     Args:
         call: Where everything is.
         query_tiles: `[tiles, 2]` int32: a sequence, and the first of its new tokens in this tile; below 0: no tile.
         rows: Rows of a tile: `query_tiles` was made for `query_tiling(group, rows)[0]` tokens a tile.
+        part: Exact, tokens of a part: `query_tiles` are the items of `AttentionMetadata.exact_work`.
     """
     query_tile, group_tile, num_group_tiles = query_tiling(call.group, rows)
     shape = call.fit(tiling(call.query.element_size(), call.padded_dim, 1, rows, call.device, bool(call.fp8_format)))
@@ -192,6 +217,7 @@ def paged_prefill(call: LayerAttention, query_tiles: Tensor, rows: int) -> None:
         raise ValueError(f"a tile has {shape.rows} rows at most for these tensors, got {rows}")
     _prefill_kernel[(query_tiles.shape[0], call.num_kv_heads * num_group_tiles)](
         call.output,
+        call.partials,
         call.query,
         call.pool,
         call.block_tables,
@@ -208,5 +234,6 @@ def paged_prefill(call: LayerAttention, query_tiles: Tensor, rows: int) -> None:
         QUERY_TILE=query_tile,
         M=max(16, next_power_of_two(rows)),
         HAS_WINDOW=call.window > 0,
+        PART=part,
         **call.constants(shape),
     )

@@ -368,7 +368,7 @@ def test_choices_are_unlike() -> None:
 @pytest.mark.parametrize("choice", PAIRWISE, ids=describe)
 def test_paged_attention(choice: dict[str, Any], device: torch.device) -> None:
     """Breaks if any two settings don't go together, a slot is read that no token is in, or a row isn't written."""
-    batch = Batch(Case(**choice), device)
+    batch = Batch(Case(num_kv_heads=1, **choice), device)
     before = batch.pool.clone()
     assert batch.error(batch.attend(), batch.expected()) <= TOLERANCE[batch.case.dtype]
     assert same_bits(batch.pool, before), "attention wrote into the pool"
@@ -664,6 +664,60 @@ def test_items_follow_from_the_lengths(device: torch.device) -> None:
     assert shared_out([(1, 4096)], device, window=33)[0] <= 2, "a window of three tiles was cut up"
     beside = shared_out([(1, 1)] * 20 + [(1, 4096)] + [(1, 1)] * 20, device)
     assert beside.pop(20) > 4 and set(beside.values()) == {1} and len(beside) == 40
+
+
+# Exact attention
+
+EXACT_AXES: dict[str, tuple[Any, ...]] = {
+    "dtype": (torch.float32, torch.bfloat16, torch.float16),
+    "head_dim": (64, 80),
+    "group": (1, 3),
+    "window": (None, 33, 200),
+    "softcap": (None, 50.0),
+    "has_sinks": (False, True),
+}
+EXACT_LENGTH = 270
+
+
+def spans(batch: Batch, own: list[tuple[int, int, int]], **settings: Any) -> Tensor:
+    """Attention for a step of these: a sequence, and the first and the end of its new tokens."""
+    starts = [sum(length for _, length in batch.shapes[:row]) for row in range(len(batch.shapes))]
+    rows = torch.cat([torch.arange(starts[row] + first, starts[row] + end) for row, first, end in own])
+    lens = [end - first for _, first, end in own], [end for _, _, end in own]
+    metadata = step_metadata([batch.tables[row] for row, _, _ in own], *lens, 16, batch.null_block, batch.device)
+    return batch.attend(batch.query[rows.to(batch.device)], metadata=metadata, **settings)
+
+
+EXACT_STEPS: dict[str, list[tuple[int, int, int]]] = {
+    "the last token": [(0, 269, 270)],
+    "tokens by themselves": [(0, token, token + 1) for token in (0, 127, 128, 255)],
+    "a chunk": [(0, 113, 141)],
+    "beside others": [(1, 18, 19), (0, 269, 270), (2, 8, 9), (0, 127, 128), (2, 3, 9), (0, 250, 267), (1, 0, 19)],
+}
+
+
+@pytest.mark.parametrize("choice", pairwise(EXACT_AXES), ids=describe)
+def test_exact(choice: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: a tile, a mask or a cut that follows from what else is in a step."""
+    monkeypatch.setattr(triton_backend, "EXACT_PART", 128)
+    batch = Batch(Case(num_kv_heads=1, **choice), device, [(length, length) for length in (EXACT_LENGTH, 19, 9)])
+    whole = batch.attend(exact=True)
+    assert batch.error(whole, batch.expected()) < TOLERANCE[batch.case.dtype]
+    for name, step in EXACT_STEPS.items():
+        starts = (0, EXACT_LENGTH, EXACT_LENGTH + 19)
+        expected = torch.cat([whole[starts[row] + first : starts[row] + end] for row, first, end in step])
+        assert same_bits(spans(batch, step, exact=True), expected), name
+
+
+def test_usually_not_exact(device: torch.device) -> None:
+    """Would break: the test above, which would not see what it looks for."""
+    batch = Batch(Case(), device, [(EXACT_LENGTH, EXACT_LENGTH)])
+    assert not same_bits(spans(batch, EXACT_STEPS["the last token"]), batch.attend()[-1:])
+
+
+def test_no_exact_latents(device: torch.device) -> None:
+    with pytest.raises(ValueError, match="pool of latents of 32 elements"):
+        triton_backend.TritonBackend(torch.zeros(4, 1, 1, 1, 16, 40, device=device), 32, exact=True)
 
 
 class Launches:

@@ -65,7 +65,7 @@ class Backend(ABC):
 
     name: ClassVar[str]
     reads_empty_slots: bool = True
-    can_record: ClassVar[bool] = False
+    can_record: bool = False
 
     def __init__(self, kv_cache: Tensor, latent_dim: int | None = None) -> None:
         self._kv_cache = kv_cache

@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # Triton need not be installed for the other backends
 
 MAX_HEAD_DIM = 256
 MAX_LATENT_ROW = 768  # elements of a latent and a rotary key
+EXACT_ROWS = 64  # of a query tile, whatever a step has
+EXACT_PART = 4096  # tokens, a multiple of any tile
 
 
 # Not on CPU, where its interpreter is there to test with: only who asks for it gets it.
@@ -30,11 +32,19 @@ class TritonBackend(Backend):
     reads_empty_slots = False
     can_record = True
 
-    def __init__(self, kv_cache: Tensor, latent_dim: int | None = None) -> None:
+    def __init__(self, kv_cache: Tensor, latent_dim: int | None = None, exact: bool = False) -> None:
+        """`exact`: a token's bits depend on its own sequence only, not on how much of it a step computes, beside what.
+
+        Steps are not recorded then, and nothing is read together.
+        """
         from hf_paged.kernels import ops
 
+        if exact and latent_dim is not None:
+            raise ValueError(f"exact attention takes keys and values, got a pool of latents of {latent_dim} elements")
         super().__init__(kv_cache, latent_dim)
         self.reads_empty_slots = latent_dim is not None  # prompts of latents are expanded by torch
+        self.can_record = not exact
+        self._exact = exact
         self._ops: Any = ops
         self._partials = ops.Partials()
         self._recorded_partials = ops.Partials()  # not replaced when steps of other shapes need more
@@ -63,7 +73,7 @@ class TritonBackend(Backend):
 
     def step(self, metadata: AttentionMetadata) -> PagedStep:
         partials = self._recorded_partials if metadata.is_recorded else self._partials
-        return TritonStep(self._kv_cache, metadata, partials)
+        return TritonStep(self._kv_cache, metadata, partials, self._exact)
 
     def copy_blocks(self, pool: Tensor, copies: list[tuple[int, int]]) -> None:
         sources, destinations = block_pairs(copies, pool.device)
@@ -77,7 +87,7 @@ class TritonBackend(Backend):
 
 
 class TritonStep:
-    def __init__(self, kv_cache: Tensor, metadata: AttentionMetadata, partials: Partials) -> None:
+    def __init__(self, kv_cache: Tensor, metadata: AttentionMetadata, partials: Partials, exact: bool = False) -> None:
         """Over a pool.
 
         Args:
@@ -89,6 +99,7 @@ class TritonStep:
         self._kv_cache = kv_cache
         self._metadata = metadata
         self._partials = partials
+        self._exact = exact
 
     @lazy
     def _latents(self) -> LatentAttention:
@@ -127,7 +138,7 @@ class TritonStep:
 
         The sequences that the batch begins with and that have one new token each go to the decode kernel, the others
         to the prefill kernel: one launch for either, one for the combination where sequences were split, and one for
-        what decoding sequences share, where that saves enough.
+        what decoding sequences share, where that saves enough. If exact, all go to the prefill kernel.
 
         Args:
             query: `[T, num_heads, head_dim]`, float32 or half precision; the keys and values are cast to it.
@@ -146,14 +157,17 @@ class TritonStep:
         ops, kv_cache, metadata = self._ops, self._kv_cache, self._metadata
         window, num_decodes = params.sliding_window or 0, metadata.num_decodes
         work: DecodeWork | None = None
-        if num_decodes:
+        query_tiles, rows = None, 0
+        if self._exact:
+            rows, tile = ops.prefill_plan(query, kv_cache, max(1, EXACT_ROWS * kv_cache.shape[3] // query.shape[1]))
+            work, num_decodes = metadata.exact_work(tile, EXACT_PART, window), len(metadata.seq_lens)
+        elif num_decodes:
             shape, slots = ops.decode_plan(query, kv_cache)
             shares = metadata.shared_prefixes is not None and not window
             plan = ops.shared_plan(query, kv_cache) if shares else None
             together = None if plan is None else Together(*plan)
             work = metadata.decode_work(WorkKind(shape.tokens, slots, window), together)
         max_parts = work.max_parts if work else 0
-        query_tiles, rows = None, 0
         if num_decodes < metadata.seq_lens.shape[0]:
             rows, tile = ops.prefill_plan(query, kv_cache, metadata.max_query_len)
             query_tiles = metadata.query_tiles(tile)
@@ -176,4 +190,5 @@ class TritonStep:
             params.softcap or 0.0,
             params.sinks,
             self._partials.get(ops.partials_size(max_parts, query.shape[1], query.shape[2]), query.device),
+            EXACT_PART if self._exact else 0,
         )

@@ -41,6 +41,7 @@ _NAMES = """
     amax amin argmax argmin argsort cumsum log_softmax max min native_layer_norm softmax sort topk
 """
 _ROWWISE = frozenset(_NAMES.split())
+_NO_LIMIT = (0.0, float("inf"))
 _MOST_SUMMED = 32767  # elements: of more torch's threads share one sum
 
 
@@ -92,6 +93,9 @@ def _of_modules(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[str]:
         return
     if inner_path(model) is not None:
         yield "torch computes its towers for pictures or sound: text is exact, and what follows from the same features"
+
+    if any(tuple(getattr(module, "time_step_limit", _NO_LIMIT)) != _NO_LIMIT for module in modules.values()):
+        yield "transformers limits the time steps of a prompt's tokens (time_step_min), but not of generated ones"
 
     def named(what: str, found: list[str]) -> Iterator[str]:
         if found:

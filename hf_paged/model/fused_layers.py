@@ -33,7 +33,8 @@ class Norm(ModuleOverride):
 
     def compute(self, states: Tensor) -> Tensor:
         eps = getattr(self.module, self.eps)
-        return self.kernels.rms_norm(states, self.module.weight, eps, self.offset, self.rounds_first)
+        # Heads behind a transpose are strided, but not those of a single token: all go the same way.
+        return self.kernels.rms_norm(states.contiguous(), self.module.weight, eps, self.offset, self.rounds_first)
 
 
 class GatedMLP(ModuleOverride):
@@ -92,7 +93,7 @@ def find_norm(module: Any, survey: Survey) -> Norm | None:
         try:
             if agrees(call.compute(states), truth, _TOLERANCE[dtype], dim=-1):
                 return call
-        except InputError:  # too wide, or strided
+        except InputError:  # too wide
             return None
     return None
 

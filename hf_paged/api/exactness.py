@@ -35,7 +35,7 @@ _NAMES = """
     index_add index_copy index_fill index_select lift_fresh masked_fill masked_scatter new_empty new_full new_ones
     new_zeros ones_like empty_like permute repeat roll scatter select slice split split_with_sizes squeeze stack t
     to_copy transpose tril triu unbind unfold unsafe_view unsqueeze view where zero zeros_like
-    abs add addcdiv addcmul atan ceil clamp clamp_max clamp_min cos div eq equal erf exp expm1 floor ge gt hardsigmoid
+    abs add addcdiv addcmul atan ceil clamp clamp_max clamp_min cos div eq equal erf erfinv exp expm1 floor ge gt hardsigmoid
     hardswish isfinite isinf isnan le leaky_relu log log1p log2 log_sigmoid_forward lt maximum minimum mul ne neg
     reciprocal relu remainder round rsub sign sin sqrt sub tanh
     amax amin argmax argmin argsort cumsum log_softmax max min native_layer_norm softmax sort topk
@@ -177,6 +177,6 @@ def _is_rowwise(name: str, args: Any, kwargs: Any) -> bool:
         return kwargs.get("approximate", "none") == "none"
     if name == "rsqrt":
         return first.dtype is torch.float32
-    if name in ("sum", "mean", "linalg_vector_norm", "var", "var_mean"):
+    if name in ("sum", "mean", "linalg_vector_norm", "std", "var", "var_mean"):
         return max(first.shape, default=0) <= _MOST_SUMMED
     return name in _ROWWISE or (name == "index_put" and args[3:] in ((), (False,)))

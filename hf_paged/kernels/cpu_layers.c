@@ -1,5 +1,5 @@
-/* Layers between the matrix products, one pass over memory each: RMSNorm, the gate of gated MLPs, rotary embeddings,
-   residual sums; and calls of kernels one after another.
+/* Layers between the matrix products, one pass over memory each: RMSNorm, the gate of gated MLPs, activations, rotary
+   embeddings, residual sums; and calls of kernels one after another.
 
    Called by cpu_layers.py, which holds the same structs, and by cpu_decoder.py. Sums and products in float32; where the
    model's own code rounds to the element type in between, so does this. Strides count elements. */
@@ -50,6 +50,13 @@ struct gate {
   float linear, cubic;      /* the activation is x * sigmoid(linear * x + cubic * x^3) */
 };
 
+/* factor * sigmoid(linear * x + cubic * x^3), by the exponential that can't overflow. */
+static inline float active(float factor, float x, float linear, float cubic) {
+  const float v = cubic == 0 ? linear * x : linear * x + cubic * x * x * x; /* 0 * inf would be NaN */
+  const float e = exp_negative(v < 0 ? v : -v);
+  return factor * (v < 0 ? e : 1.0f) / (1.0f + e);
+}
+
 void hf_paged_gate(const struct gate *a) {
 #pragma omp parallel for num_threads(a->num_threads) if (a->rows * a->dim >= MIN_ELEMENTS)
   for (int64_t row = 0; row < a->rows; row++) {
@@ -57,12 +64,18 @@ void hf_paged_gate(const struct gate *a) {
     element *to = a->output + row * a->dim;
     for (int64_t d = 0; d < a->dim; d++) {
       const float x = to_float(gate[d]);
-      const float v = a->cubic == 0 ? a->linear * x : a->linear * x + a->cubic * x * x * x; /* 0 * inf would be NaN */
-      /* sigmoid(v) by the exponential that can't overflow */
-      const float e = exp_negative(v < 0 ? v : -v);
-      const float active = x * (v < 0 ? e : 1.0f) / (1.0f + e);
-      to[d] = from_float(to_float(from_float(active)) * to_float(up[d]));
+      to[d] = from_float(to_float(from_float(active(x, x, a->linear, a->cubic))) * to_float(up[d]));
     }
+  }
+}
+
+/* `size` elements, contiguous; times x if it `multiplies`. */
+void hf_paged_activate(const element *restrict input, element *restrict output, int64_t size, int64_t num_threads,
+                       int64_t multiplies, float linear, float cubic) {
+#pragma omp parallel for num_threads(num_threads) if (size >= MIN_ELEMENTS)
+  for (int64_t i = 0; i < size; i++) {
+    const float x = to_float(input[i]);
+    output[i] = from_float(active(multiplies ? x : 1.0f, x, linear, cubic));
   }
 }
 

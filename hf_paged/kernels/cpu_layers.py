@@ -1,4 +1,4 @@
-"""The kernels of `cpu_layers.c`: RMSNorm, gates and rotary embeddings, each one pass over memory."""
+"""The kernels of `cpu_layers.c`: RMSNorm, gates, activations and rotary embeddings, each one pass over memory."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from hf_paged.kernels.c_compiler import CompileError, library
-from hf_paged.kernels.layers import LayerKernels
+from hf_paged.kernels.layers import InputError, LayerKernels
 
 DTYPES = (torch.float32, torch.bfloat16)
-FUNCTIONS = ("hf_paged_rms_norm", "hf_paged_gate", "hf_paged_rotary", "hf_paged_add", "hf_paged_run")
+FUNCTIONS = tuple(f"hf_paged_{name}" for name in ("rms_norm", "gate", "activate", "rotary", "add", "run"))
 _SOURCE = Path(__file__).with_suffix(".c")
 
 
@@ -69,10 +69,29 @@ class CPULayers(LayerKernels):
         self.compiled = compiled
         self._norm_function = compiled.hf_paged_rms_norm
         self._gate_function = compiled.hf_paged_gate
+        self._activate_function = compiled.hf_paged_activate
         self._rotary_function = compiled.hf_paged_rotary
         kinds = (self._norm_function, RMSNorm), (self._gate_function, Gate), (self._rotary_function, Rotary)
         for function, kind in kinds:
             function.argtypes, function.restype = [ctypes.POINTER(kind)], None  # which takes the structure itself
+        self._activate_function.restype = None
+        self._activate_function.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 3 + [ctypes.c_float] * 2
+
+    def activate(self, states: Tensor, linear: float, cubic: float, multiplies: bool) -> Tensor:
+        """`sigmoid(linear * x + cubic * x³)`, times x if it `multiplies`, of any shape; contiguous.
+
+        An element's bits depend on it alone, not on its place.
+
+        Raises:
+            InputError: Another dtype or device.
+        """
+        if not self._are_here(states):
+            raise InputError("activate", f"{self.dtype} on CPU", states=states)
+        states = states.contiguous()
+        output = torch.empty_like(states)
+        pointers, threads = (states.data_ptr(), output.data_ptr()), torch.get_num_threads()
+        self._activate_function(*pointers, states.numel(), threads, multiplies, linear, cubic)
+        return output
 
     def _are_here(self, *tensors: Tensor) -> bool:
         dtype = self.dtype

@@ -173,3 +173,11 @@ def load(dtype: torch.dtype, instructions: str | None = None) -> CPULinear | str
     except CompileError as error:
         return str(error)
     return CPULinear(compiled, dtype)
+
+
+def bmm(first: Tensor, second: Tensor) -> Tensor:
+    """`torch.bmm`: `[B, rows, width]` times `[B, width, columns]`, by our kernel if it takes these."""
+    kernel = load(second.dtype) if second.is_cpu else "is for CPU"
+    if isinstance(kernel, str):
+        return torch.bmm(first, second)
+    return torch.stack([kernel.multiply(rows, own.detach().t(), None) for rows, own in zip(first, second, strict=True)])

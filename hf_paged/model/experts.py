@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from hf_paged.kernels import cpu_linear
 from hf_paged.kernels.cpu_linear import CPULinear
 from hf_paged.kernels.layers import InputError, LayerKernels
+from hf_paged.model.exact_operations import ExactOperations
 from hf_paged.model.fused_layers import ACTIVATIONS, agrees_where_finite, attempt, computes, is_as_tried
 from hf_paged.model.module_overrides import ModuleOverride, Survey, has_hooks, is_library_code, is_untouched
 
 _SETTINGS = ("has_gate", "has_bias", "is_transposed")
-_MORE = ("has_post_expert_norm", "_is_expert_parallel")  # which transformers 5.17 has not
 
 
 class Experts(ModuleOverride):
     """Experts with their weights side by side in `[experts, ...]`, called with rows, choices and their shares.
 
-    A row's result depends, bit for bit, on that row alone where `kernels` compute the gate.
+    A row's result depends, bit for bit, on that row alone.
 
     Attributes:
         kernel: What multiplies.
@@ -31,11 +31,12 @@ class Experts(ModuleOverride):
         coefficients: Of `activation`, for `kernels`.
     """
 
-    __slots__ = ("activation", "coefficients", "kernel", "kernels")
+    __slots__ = ("activation", "coefficients", "kernel", "kernels", "operations")
 
     def __init__(self, module: Any, kernel: CPULinear, kernels: LayerKernels | None) -> None:
         super().__init__(module)
         self.kernel = kernel
+        self.operations = ExactOperations()
         self.activation = getattr(module, "act_fn", None)
         found = next((c for c in ACTIVATIONS if computes(self.activation, c)), None)
         self.kernels = kernels if found is not None and module.has_gate else None
@@ -58,30 +59,31 @@ class Experts(ModuleOverride):
         expert_ids, order = choices.flatten().sort()
         ids, counts = (found.tolist() for found in expert_ids.unique_consecutive(return_counts=True))
         name = "gate_up_proj" if self.module.has_gate else "up_proj"
-        hidden = self._gated(self._multiply(name, states[order // choices.shape[1]], ids, counts))
-        result = self._multiply("down_proj", hidden, ids, counts) * shares.flatten()[order].unsqueeze(-1)
+        hidden = self._gated(self._multiply(name, states[order // choices.shape[1]], expert_ids, ids, counts))
+        result = self._multiply("down_proj", hidden, expert_ids, ids, counts)
+        if getattr(self.module, "has_post_expert_norm", False):  # transformers 5.17 knows none
+            result = self.module.post_expert_norm(result)
+        result = result * shares.flatten()[order].unsqueeze(-1)
         of_rows = torch.empty_like(result).index_copy_(0, order, result)
         return of_rows.unflatten(0, choices.shape).sum(dim=1).to(states.dtype)
 
-    def _multiply(self, name: str, states: Tensor, ids: list[int], counts: list[int]) -> Tensor:
+    def _multiply(self, name: str, states: Tensor, expert_ids: Tensor, ids: list[int], counts: list[int]) -> Tensor:
         module, own = self.module, self.module._parameters
         weight, bias = own.get(name), own.get(f"{name}_bias")
         if type(weight) is not nn.Parameter or (type(bias) is not nn.Parameter) == module.has_bias:
             raise InputError("experts", "weights and biases that are parameters")
         weight = weight.detach().mT if module.is_transposed else weight.detach()
-        biases = {} if bias is None else dict(zip(ids, bias.detach()[ids], strict=True))
         parts = zip(ids, states.split(counts), strict=True)
-        return torch.cat([self.kernel.multiply(rows, weight[index], biases.get(index)) for index, rows in parts])
+        result = torch.cat([self.kernel.multiply(rows, weight[index], None) for index, rows in parts])
+        return result if bias is None else result.add_(bias.detach()[expert_ids])  # to what is rounded, as theirs is
 
     def _gated(self, states: Tensor) -> Tensor:
         module = self.module
-        if not module.has_gate:
-            result: Tensor = module.act_fn(states)
-            return result
         if self.kernels is not None and is_as_tried(module, "act_fn", self.activation):
             gate, up = states.chunk(2, dim=-1)
             return self.kernels.gate(gate, up, *self.coefficients)
-        result = module._apply_gate(states)
+        with self.operations:
+            result: Tensor = module._apply_gate(states) if module.has_gate else module.act_fn(states)
         return result
 
 
@@ -91,7 +93,7 @@ def find_experts(module: Any, survey: Survey) -> Experts | None:
     if type(weight) is not nn.Parameter or weight.ndim != 3 or not weight.is_cpu or not is_untouched(module):
         return None
     is_known = all(isinstance(getattr(module, name, None), bool) for name in _SETTINGS)
-    if not is_known or any(getattr(module, name, False) for name in _MORE):
+    if not is_known or getattr(module, "_is_expert_parallel", False):  # transformers 5.17 lacks it
         return None
     kernel = cpu_linear.load(weight.dtype)
     if isinstance(kernel, str) or not all(is_library_code(part) and not has_hooks(part) for part in module.modules()):

@@ -93,7 +93,7 @@ def find_norm(module: Any, survey: Survey) -> Norm | None:
         try:
             if agrees(call.compute(states), truth, _TOLERANCE[dtype], dim=-1):
                 return call
-        except InputError:  # too wide, or strided
+        except InputError:  # too wide
             return None
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_paged.kernels.layers import InputError, LayerKernels
+from hf_paged.model.exact_operations import operations_for
 from hf_paged.model.fused_layers import agrees, attempt, kernels_for
 from hf_paged.model.module_overrides import ChangedForward, ModuleOverride, Survey
 
@@ -47,14 +49,16 @@ class _Rotary:
 
 
 class RotaryAttention(ModuleOverride):
-    __slots__ = ("changed",)
+    __slots__ = ("changed", "operations")
 
-    def __init__(self, module: Any, changed: ChangedForward) -> None:
+    def __init__(self, module: Any, changed: ChangedForward, operations: AbstractContextManager[Any]) -> None:
         super().__init__(module)
         self.changed = changed
+        self.operations = operations
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.changed.run(self.module, *args, **kwargs)
+        with self.operations:
+            return self.changed.run(self.module, *args, **kwargs)
 
 
 def find_rotary(module: nn.Module, survey: Survey) -> RotaryAttention | None:
@@ -70,7 +74,7 @@ def find_rotary(module: nn.Module, survey: Survey) -> RotaryAttention | None:
         rotary = _same_rotary(forward.__globals__, kernels, survey.dtype, survey.device)
         survey.known[forward] = None if rotary is None else ChangedForward(forward, {NAME: rotary})
     changed = survey.known[forward]
-    return None if changed is None else RotaryAttention(module, changed)
+    return None if changed is None else RotaryAttention(module, changed, operations_for(module, survey))
 
 
 def _same_rotary(

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_paged.kernels.availability import layer_kernels
 from hf_paged.kernels.layers import LayerKernels
 from hf_paged.model.decoder_layers import DecoderLayer, find_decoder_layer
+from hf_paged.model.exact_operations import find_activation, find_exact
 from hf_paged.model.experts import find_experts
 from hf_paged.model.fused_layers import find_gated_mlp, find_norm
 from hf_paged.model.fused_rotary import find_rotary
@@ -32,6 +33,8 @@ KINDS: tuple[Callable[[nn.Module, Survey], ModuleOverride | None], ...] = (
     find_gated_mlp,
     find_rotary,
     find_decoder_layer,
+    find_activation,
+    find_exact,
 )
 
 

@@ -26,6 +26,7 @@ from hf_paged.kernels.transfers import to_device
 from hf_paged.memory.kv_cache import KVCache
 from hf_paged.memory.spec import StateSpec
 from hf_paged.memory.state_cache import LayerStates, StateCache
+from hf_paged.model.exact_operations import ExactOperations
 from hf_paged.model.module_overrides import ChangedForward, ModuleOverride, has_hooks, overriding
 from hf_paged.model.scans import find_scans
 from hf_paged.model.traits import ModelTraits
@@ -292,7 +293,8 @@ class _Mixer(ModuleOverride):
         is_own = "forward" not in module.__dict__ and type(module).forward is self.own and not has_hooks(module)
         if changed is None or not is_own or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return module._call_impl(*args, **kwargs)
-        return changed.run(module, *args, **kwargs)
+        with ExactOperations():
+            return changed.run(module, *args, **kwargs)
 
 
 class Mixers:

@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from hf_paged.kernels.cpu_scan import DELTA, SELECTIVE, SUM, convolve, scan
 from hf_paged.kernels.layers import InputError
+from hf_paged.model.exact_operations import softplus
 from hf_paged.model.fused_layers import agrees, attempt
 from hf_paged.model.module_overrides import KNOWN, ChangedForward, has_hooks, is_library_code
 
@@ -81,10 +82,9 @@ def _state(given: Tensor | None, *shape: int) -> Tensor:
 
 
 def _steps(dt: Tensor, bias: Tensor | None, limits: Sequence[float] = (0.0, float("inf"))) -> Tensor:
-    """`softplus(dt + bias)`, rounded where transformers rounds, by operations that are the same for any neighbours."""
+    """`softplus(dt + bias)`, rounded where transformers rounds."""
     dt = dt if bias is None else dt + bias.to(dt.dtype)
-    x = dt.float()
-    return (torch.relu(x) + torch.log1p(torch.exp(-x.abs()))).to(dt.dtype).clamp(*limits).float()
+    return softplus(dt).clamp(*limits).float()
 
 
 # By what the files of transformers' models call them.

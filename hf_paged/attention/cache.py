@@ -159,8 +159,8 @@ class CacheShape(NamedTuple):
 class PagedCache(Cache):
     """Keys and values of a batch, in the block pool of a patched model.
 
-    Pass it as `past_key_values` to `generate()` or to the model, once or again and again (multi-turn chat). Its blocks
-    go back to the pool when it is dropped, or at once with `reset()`.
+    Pass it as `past_key_values` (Mamba's: `cache_params`) to `generate()` or to the model, once or again and again
+    (multi-turn chat). Its blocks go back to the pool when it is dropped, or at once with `reset()`.
 
     What a caller sees is a batch of rows of one width, as with `DynamicCache`. Stored is less: left padding takes no
     slot (`padding[row]` columns are only counted), rows that are copies of each other share their blocks, and while

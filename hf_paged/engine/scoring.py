@@ -47,17 +47,18 @@ def token_logprobs(
         first: Index of the first token to be looked at, 1 at least. What the prefix cache has of those before the one
             in front of it is not computed again.
     """
-    device = model.paged.core.bound.placement[1]
-    ids = torch.tensor([tokens], dtype=torch.int64, device=device)
+    bound = model.paged.core.bound
+    ids = torch.tensor([tokens], dtype=torch.int64, device=bound.placement[1])
     cache, rows = PagedCache(model), rows or LogitRows()
+    going_on = {bound.cache_argument: cache, "use_cache": True}
     found: list[TokenLogprobs] = []
     if 1 < first < len(tokens):
         last = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
-        model(ids[:, : first - 1], past_key_values=cache, use_cache=True, **last)
+        model(ids[:, : first - 1], **going_on, **last)
     for start in range(first - 1, len(tokens) - 1, SLICE):
         end = min(start + SLICE, len(tokens) - 1)
         with rows.taken(end - start):
-            logits = model(ids[:, start:end], past_key_values=cache, use_cache=True).logits[0]
+            logits = model(ids[:, start:end], **going_on).logits[0]
             found += Logprobs(logits.float(), ids[0, start + 1 : end + 1], num_top, is_ranked=True).read()
             del logits
     cache.reset()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from helpers.requests import ENDLESS, SAMPLE, prompt, settle
 from helpers.state_models import STATE_MODELS, build_state_model
 from helpers.user_code import NextToken
 from helpers.waiting import PATIENCE
+from hf_paged.kernels import cpu_linear
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -116,6 +118,33 @@ def test_score(make_pair: MakePair, model: str) -> None:
             assert abs(each.rank - 1 - int((row > row[each.token_id]).sum())) <= int(
                 ((row - row[each.token_id]).abs() < 1e-4).sum() - 1
             ), "tokens as likely as this one but for rounding may be before or behind it"
+    settle(pair)
+
+
+@pytest.mark.parametrize("model", ["mamba2", "mamba", "falcon_mamba", "jamba", "zamba2", "qwen3_5", "kimi_linear"])
+def test_score_goes_on_from_states(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    """Would break: a slice that is scored as if nothing came before it, since the model's cache has another name."""
+    monkeypatch.setattr(hf_paged.engine.scoring, "SLICE", 8)
+    stock = build_state_model(model).to(torch.float64 if model == "mamba" else torch.float32)  # it amplifies rounding
+    pair = make_pair(stock, max_num_batched_tokens=12)
+    texts = [prompt(5, 29), prompt(6, 21)]
+    for first in (1, 2, 13):
+        for ids, said in zip(texts, pair.engine.score(texts, top=3, first=first), strict=True):
+            logits = pair.stock(ids).logits.detach()[0, first - 1 : -1]
+            check(said, ids[0, first:].tolist(), logits.log_softmax(-1), 3)
+    settle(pair)
+
+
+@pytest.mark.skipif(isinstance(cpu_linear.load(torch.float32), str), reason="there is no kernel here")
+@pytest.mark.parametrize("model", ["mamba2", "bamba", "falcon_h1", "lfm2"])
+def test_score_has_the_bits_of_what_was_sampled(make_pair: MakePair, model: str) -> None:
+    """Would break: a state that depends on how many tokens a step computes."""
+    pair = make_pair(build_state_model(model))
+    for ids in (prompt(5, 33), prompt(6, 9)):
+        output = pair.engine.submit(ids, max_new_tokens=20, **SAMPLE, **ENDLESS, logprobs=3).result(PATIENCE)
+        text = output.prompt_token_ids + output.token_ids
+        (said,) = pair.engine.score([text], top=3, first=ids.shape[1])
+        assert output.logprobs == [[replace(each, rank=None) for each in said]]
     settle(pair)
 
 

@@ -35,9 +35,9 @@ _NAMES = """
     index_add index_copy index_fill index_select lift_fresh masked_fill masked_scatter new_empty new_full new_ones
     new_zeros ones_like empty_like permute repeat roll scatter select slice split split_with_sizes squeeze stack t
     to_copy transpose tril triu unbind unfold unsafe_view unsqueeze view where zero zeros_like
-    abs add addcdiv addcmul atan ceil clamp clamp_max clamp_min cos div eq equal erf erfinv exp expm1 floor ge gt hardsigmoid
-    hardswish isfinite isinf isnan le leaky_relu log log1p log2 log_sigmoid_forward lt maximum minimum mul ne neg
-    reciprocal relu remainder round rsub sign sin sqrt sub tanh
+    abs add addcdiv addcmul atan ceil clamp clamp_max clamp_min cos div eq equal erf erfinv exp expm1 floor ge gt
+    hardsigmoid hardswish isfinite isinf isnan le leaky_relu log log1p log2 log_sigmoid_forward lt maximum minimum mul
+    ne neg reciprocal relu remainder round rsub sign sin sqrt sub tanh
     amax amin argmax argmin argsort cumsum log_softmax max min native_layer_norm softmax sort topk
 """
 _ROWWISE = frozenset(_NAMES.split())

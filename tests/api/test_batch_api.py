@@ -62,7 +62,7 @@ def test_greedy_as_stocks_own(pair: Pair, settings: dict[str, Any]) -> None:
 def test_rows_share_steps(pair: Pair) -> None:
     before = pair.engine.stats().num_steps
     pair.paged.generate_batch(PROMPTS * 3, config(eos_token_id=None))
-    assert pair.engine.stats().num_steps - before < 3 * 9
+    assert pair.engine.stats().num_steps - before < 3 * len(PROMPTS) * 9 / 2
 
 
 @pytest.mark.parametrize(

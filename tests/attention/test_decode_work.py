@@ -65,13 +65,13 @@ def check_share(lens: list[int], kind: WorkKind, counts: dict[int, int]) -> None
         assert count == 1 or tiles[row] / count > 0.7 * share, "parts smaller than they need be"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(lens=st.lists(LENGTHS, min_size=1, max_size=40), kind=KINDS)
 def test_any_lengths(lens: list[int], kind: WorkKind) -> None:
     check_share(lens, kind, check(lens, kind))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     num_short=st.integers(0, 255),
     short=st.integers(1, 500),
@@ -141,7 +141,7 @@ def runs(draw: st.DrawFn) -> tuple[SharedPrefixes, list[int]]:
     return SharedPrefixes(order, np.cumsum(counts) - counts, counts, tokens), lens.tolist()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(given_runs=runs(), kind=KINDS, together=TOGETHERS)
 def test_shared_tiles_are_read_for_all_that_share_them(
     given_runs: tuple[SharedPrefixes, list[int]], kind: WorkKind, together: Together

@@ -141,7 +141,7 @@ def real(group: PaddedGroup) -> Tensor:
     return group.token_index.flatten() if group.is_real is None else group.token_index[group.is_real]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 30)), min_size=1, max_size=8),
     block_size=st.integers(1, 6),
@@ -155,7 +155,7 @@ def test_any_step(shapes: list[tuple[int, int]], block_size: int, window: int | 
         batch.check_view(group, window)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     num_decodes=st.integers(0, 5),
     shapes=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60)), max_size=6),

@@ -47,7 +47,7 @@ FAMILIES = st.lists(  # prompts with some samples each: blocks of a common begin
 
 
 @given(families=FAMILIES, data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_rows_of_a_run_have_the_same_blocks(families: list[tuple[int, int, list[int]]], data: st.DataObject) -> None:
     rows, lens = [], []
     free = iter(range(100, NULL))
@@ -93,7 +93,7 @@ def test_rows_of_one_sequence() -> None:
 
 
 @given(counts=st.lists(st.integers(1, 9), min_size=1, max_size=6), least=st.integers(1, 5), most=st.integers(2, 5))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_items_are_all_sequences(counts: list[int], least: int, most: int) -> None:
     starts = np.cumsum([0, *counts[:-1]])
     tokens = np.where(np.array(counts) > 1, 64, 0)

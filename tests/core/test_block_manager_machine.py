@@ -736,7 +736,7 @@ def random_world(rng: random.Random, windows: tuple[int | None, ...]) -> World:
     return World(num_blocks, rng.randint(1, 4), rng.random() < 0.9, num_swap_blocks, windows)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, suppress_health_check=list(HealthCheck))
 @given(st.randoms(use_true_random=False), st.sampled_from(WINDOWS))
 def test_short_random_walks(rng: random.Random, windows: tuple[int | None, ...]) -> None:
     """As the long one; hypothesis makes one that fails as short as it can be."""

@@ -58,7 +58,7 @@ EVENTS = {
 }
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(st.randoms(use_true_random=False), st.integers(0, 59))
 def test_short_random_walks(rng: random.Random, kind: int) -> None:
     """As the long one; hypothesis makes one that fails as short as it can be."""

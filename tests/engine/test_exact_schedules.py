@@ -202,7 +202,7 @@ def test_everything_at_once(family: str, preemption: str) -> None:
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_schedule(family: str, count: int) -> None:
-    @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=count, suppress_health_check=list(HealthCheck))
     @given(schedules())
     def run(schedule: Schedule) -> None:
         check(family, schedule)

@@ -187,7 +187,7 @@ OPTIONS = st.fixed_dictionaries(
 STYLES = st.sampled_from(["plain", "bfloat16", "rounded", "ties", "forbidden"])
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(
     options=st.lists(st.tuples(OPTIONS, st.booleans(), st.integers(1, 3)), min_size=1, max_size=4),
     style=STYLES,
@@ -212,7 +212,7 @@ def test_any_calls_together(options: list[tuple[dict[str, Any], bool, int]], sty
     check(calls, seed)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(data=st.data(), style=STYLES, seed=st.integers(0, 10**6))
 def test_calls_of_one_kind_with_values_of_their_own(data: st.DataObject, style: str, seed: int) -> None:
     """The same processors, each call with other parameters: what merging is for."""
@@ -414,7 +414,7 @@ def test_nothing_is_read_back_while_tokens_are_chosen() -> None:
 # TokenTable
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(data=st.data())
 def test_token_table(data: st.DataObject) -> None:
     """Against lists: rows come, grow at their own pace, and go."""

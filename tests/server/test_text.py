@@ -21,7 +21,7 @@ from hf_paged.server.replies import TextEvents, event, event_pieces, joined, jso
 from hf_paged.server.text import UNKNOWN, Detokenizer, StopStrings, decoder_of
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(text=st.text(min_size=1, max_size=40), prompt=st.text(max_size=10), cuts=st.sets(st.integers(1, 60)))
 def test_pieces_are_the_text(text: str, prompt: str, cuts: set[int]) -> None:
     """Would break: characters cut in two, spaces lost between pieces."""
@@ -47,7 +47,7 @@ def bytewise() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(words=st.lists(st.sampled_from([1, 2, "😀", "é", "日"]), max_size=40))
 def test_characters_of_many_bytes(words: list[int | str]) -> None:
     """Would break: the last byte of a character decoded together with the next one's."""
@@ -70,7 +70,7 @@ def test_bytes_of_parts_of_characters(make: Any) -> None:
     assert UNKNOWN in "".join(each["token"] for each in said), "the tokens are whole characters"
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=500, derandomize=True)
 @given(
     pieces=st.lists(st.text(alphabet="abc", max_size=4), max_size=12),
     stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=1, max_size=3),
@@ -94,7 +94,7 @@ def test_a_stop_string_never_leaks(pieces: list[str], stops: list[str]) -> None:
     assert expected is None and shown + watch.flush() == whole
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(data=st.data(), skips=st.booleans())
 def test_ids_are_decoded_as_transformers_does(data: st.DataObject, skips: bool) -> None:
     """Would break: special tokens shown or hidden, spaces tidied up."""
@@ -116,7 +116,7 @@ def test_a_tokenizer_of_its_own_kind_decodes_itself(name: str) -> None:
     assert decoder_of(tokenizer, True)([5, 6]) == "own [5, 6]"
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(texts=st.lists(st.tuples(st.integers(0, 3), st.text())))
 def test_events_that_differ_in_their_text(texts: list[tuple[int, str]]) -> None:
     """Would break: a character of the text that is JSON's, a text under another's index."""
@@ -145,7 +145,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(data=JSON)
 def test_json_in_pieces(data: Any) -> None:
     """Would break: arrays in each other's places, a comma too many."""

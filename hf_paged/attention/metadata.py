@@ -203,6 +203,9 @@ class AttentionMetadata:
         """
         first = self.num_decodes if first is None else first
         key = tile, first, end
+        if key not in self._query_tiles and self.max_query_len == 1:  # the usual step
+            rows = np.arange(first, len(self.host_seq_lens) if end is None else end, dtype=np.int32)
+            self._query_tiles[key] = to_device(np.stack([rows, np.zeros_like(rows)], axis=1), self._device)
         if key not in self._query_tiles:
             sequence, start = _spread(-(-self.host_query_lens[first:end] // tile))
             sequence, start = sequence + first, start * tile

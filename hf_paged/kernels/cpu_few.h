@@ -153,7 +153,7 @@ INLINE void attend_few_keys(struct few *few, const int rows, int64_t start, floa
   memcpy(weight, score, sizeof weight);
   for (int r = 0; r < rows; r++) factor[r] = weigh_few(few, r, weight[r], start, softcap);
   enum { WHOLE = VALUE_DIM / STEP };
-  const int steps = rows > 4 ? 1 : rows * PAIR > 2 ? 2 : 4; /* as many sums as registers hold */
+  const int most = rows > 4 ? 1 : rows * PAIR > 2 ? 2 : 4, steps = most < WHOLE ? most : WHOLE ? WHOLE : 1;
   int s = 0;
   for (; s + steps <= WHOLE; s += steps) add_values(few, rows, s, steps, STEP, weight, factor, !s);
   for (; s < WHOLE; s++) add_values(few, rows, s, 1, STEP, weight, factor, !s);

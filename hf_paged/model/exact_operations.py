@@ -47,9 +47,10 @@ def matmul(first: Tensor, second: Tensor) -> Tensor:
     terms = first.shape[-1]
     if not (first.is_cpu and first.ndim == second.ndim > 2 and second.shape[-2] == terms and 0 < terms <= _MOST_TERMS):
         raise InputError("matmul", "a matrix, or small ones", first=first, second=second)
-    result = first[..., :1].float() * second[..., :1, :].float()
+    one, other = _wide(first), _wide(second)
+    result = one[..., :1] * other[..., :1, :]
     for term in range(1, terms):
-        result += first[..., term, None].float() * second[..., term, None, :].float()
+        result += one[..., term, None] * other[..., term, None, :]
     return result.to(first.dtype)
 
 
@@ -61,15 +62,28 @@ def activated(states: Tensor, linear: float, cubic: float, multiplies: bool = Tr
     return kernels.activate(states, linear, cubic, multiplies)
 
 
+def gelu(states: Tensor, approximate: str = "none") -> Tensor:
+    if approximate == "tanh":
+        return activated(states, *ACTIVATIONS[1])
+    wide = _wide(states)
+    return (wide * 0.5**0.5).erf_().add_(1).mul_(wide).mul_(0.5).to(states.dtype)
+
+
 def softplus(states: Tensor) -> Tensor:
-    wide = states.float()
+    wide = _wide(states)
     return (wide.clamp(min=0) + wide.abs().neg().exp().log1p()).to(states.dtype)
 
 
 def power(states: Tensor, exponent: Any) -> Tensor:
-    if exponent != -0.5:
+    if not isinstance(exponent, float) or exponent != -0.5:
         raise InputError("pow", "the exponent -0.5", states=states)
     return states.sqrt().reciprocal()
+
+
+def _wide(states: Tensor) -> Tensor:
+    if states.dtype not in cpu_layers.DTYPES:
+        raise InputError("operation", "a type of our kernels", states=states)
+    return states.float()
 
 
 _OPERATIONS: dict[Any, Callable[..., Tensor]] = {
@@ -78,6 +92,7 @@ _OPERATIONS: dict[Any, Callable[..., Tensor]] = {
     **dict.fromkeys((torch.bmm, Tensor.bmm), cpu_linear.bmm),
     **dict.fromkeys((torch.sigmoid, Tensor.sigmoid), partial(activated, linear=1.0, cubic=0.0, multiplies=False)),
     functional.silu: partial(activated, linear=1.0, cubic=0.0),
+    functional.gelu: gelu,
     functional.softplus: softplus,
     **dict.fromkeys((torch.pow, Tensor.pow), power),
 }
@@ -125,14 +140,16 @@ class ExactModule(ModuleOverride):
             return self.module._call_impl(*args, **kwargs)
 
 
-def find_activation(module: nn.Module, survey: Survey) -> Activation | None:
-    """For a module of no parts that computes one of `ACTIVATIONS` by one of `FUNCTIONS`."""
+def find_activation(module: nn.Module, survey: Survey) -> Activation | ExactModule | None:
+    """For a module of no parts that uses one of `FUNCTIONS`: as one of `ACTIVATIONS`, if that is what it computes."""
     kind: Any = type(module)
     has_parts = any(True for _ in (*module.children(), *module.parameters(), *module.buffers()))
     if has_parts or not _names(kind) & FUNCTIONS or not isinstance(kernels_for(module, survey), CPULayers):
         return None
     coefficients = next((each for each in ACTIVATIONS if computes(module, each)), None)
-    return None if coefficients is None else Activation(module, coefficients)
+    if coefficients is None:
+        return ExactModule(module, survey.shared(ExactOperations))
+    return Activation(module, coefficients)
 
 
 def find_exact(module: nn.Module, survey: Survey) -> ExactModule | None:

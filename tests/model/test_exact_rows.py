@@ -80,6 +80,8 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "method": lambda x: x.sigmoid(),
     "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "softplus": functional.softplus,
 }
 
@@ -105,6 +107,9 @@ def test_an_operation(name: str, dtype: torch.dtype, without_amx: None) -> None:
         lambda x: functional.linear(x.double(), WEIGHT.double()),
         lambda x: x[:, :, None].expand(-1, -1, 40) @ x[:, None].expand(-1, 40, -1),
         lambda x: torch.matmul(x, x[0]),
+        lambda x: torch.pow(10.0, x),
+        lambda x: functional.gelu(x.double()),
+        lambda x: torch.arange(2**30, 2**30 + 6).view(1, 2, 3) @ torch.arange(6).view(1, 3, 2),
     ],
 )
 def test_other_arguments(run: Callable[[Tensor], Tensor]) -> None:
@@ -143,7 +148,7 @@ def logprobs(model: Any, prompts: list[list[int]]) -> list[Any]:
 
 
 # Plain activations; norms of strided heads; gates, routers and experts of other kinds; latents; products by token.
-NAMES = ("starcoder2", "gemma3", "gpt_oss", "llama4", "longcat_flash", "deepseek_v3", "hrm_text", "gemma3n")
+NAMES = ("starcoder2", "gpt_neox", "gemma3", "gpt_oss", "llama4", "longcat_flash", "deepseek_v3", "hrm_text", "gemma3n")
 
 
 @DTYPES
@@ -164,7 +169,7 @@ def found(model: Any, kind: type[ModuleOverride]) -> set[str]:
     ("name", "kind", "expected"),
     [
         ("llama", ExactModule, set()),
-        ("gpt_neox", ExactModule, set()),
+        ("gpt_neox", ExactModule, {"GELUActivation"}),
         ("starcoder2", Activation, {"GELUTanh"}),
         ("deepseek_v3", ExactModule, {"DeepseekV3TopkRouter"}),
         ("gemma3n", ExactModule, {"Gemma3nTextDecoderLayer", "Gemma3nTextAltUp"}),

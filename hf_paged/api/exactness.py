@@ -43,6 +43,7 @@ _NAMES = """
 _ROWWISE = frozenset(_NAMES.split())
 _NO_LIMIT = (0.0, float("inf"))
 _MOST_SUMMED = 32767  # elements: of more torch's threads share one sum
+_VECTORS = 32  # columns that torch sums side by side; those behind them in another order
 
 
 def why_not_exact(model: PreTrainedModel, trial: Trial) -> tuple[str, ...]:
@@ -172,11 +173,20 @@ def _is_rowwise(name: str, args: Any, kwargs: Any) -> bool:
     if name in ("mm", "bmm"):
         return first.shape[-1] == 1  # products without a sum, as of a rotary embedding
     if name == "pow":
-        return args[1] in (2, 3)
-    if name == "gelu":
-        return kwargs.get("approximate", "none") == "none"
-    if name == "rsqrt":
+        return not isinstance(args[1], Tensor) and args[1] in (2, 3)
+    if name == "rsqrt" or (name in ("add", "sub", "rsub") and (args[2:] or kwargs.get("alpha", 1) != 1)):
         return first.dtype is torch.float32
+    if name in ("softmax", "log_softmax"):
+        return args[1] in (-1, first.ndim - 1)
     if name in ("sum", "mean", "linalg_vector_norm", "std", "var", "var_mean"):
-        return max(first.shape, default=0) <= _MOST_SUMMED
+        return max(first.shape, default=0) <= _MOST_SUMMED and _has_own_order(first, name, args, kwargs)
     return name in _ROWWISE or (name == "index_put" and args[3:] in ((), (False,)))
+
+
+def _has_own_order(states: Tensor, name: str, args: Any, kwargs: Any) -> bool:
+    """Whether a sum's order doesn't depend on its place: of elements side by side, or rows that end vectors."""
+    place = 2 if name == "linalg_vector_norm" else 1
+    dims = kwargs.get("dim", args[place] if len(args) > place else None)
+    dims = [dims] if isinstance(dims, int) else dims or range(states.ndim)
+    is_along = states.ndim - 1 in (dim % states.ndim for dim in dims)
+    return not states.ndim or (states.stride(-1) == 1 and (is_along or states.shape[-1] % _VECTORS == 0))

@@ -172,7 +172,7 @@ def found(model: Any, kind: type[ModuleOverride]) -> set[str]:
         ("gpt_neox", ExactModule, {"GELUActivation"}),
         ("starcoder2", Activation, {"GELUTanh"}),
         ("deepseek_v3", ExactModule, {"DeepseekV3TopkRouter"}),
-        ("gemma3n", ExactModule, {"Gemma3nTextDecoderLayer", "Gemma3nTextAltUp"}),
+        ("gemma3n", ExactModule, {"Gemma3nTextDecoderLayer", "Gemma3nTextAltUp", "Gemma3nRMSNorm"}),
     ],
 )
 def test_what_is_found(name: str, kind: type[ModuleOverride], expected: set[str]) -> None:

@@ -24,6 +24,11 @@ from hf_paged.testing import ExactnessReport, check_exact
 PROMPTS = [[5, 6, 7], list(range(3, 43))]
 BITS = "a row's logits are other bits"
 
+# Of each kind of layer one: windows, experts, norms of heads, softcaps, sinks, GELU and LayerNorm, no weights in norms.
+EXACT: dict[str, Callable[[str], Any]] = dict.fromkeys(
+    ("mistral", "gemma2", "gemma4", "qwen3", "gpt2", "opt", "starcoder2", "mixtral", "qwen3_moe", "gpt_oss"), build
+) | dict.fromkeys(("qwen3_next", "olmo_hybrid", "granitemoehybrid", "lfm2", "jamba", "mamba2"), build_state_model)
+
 
 class OwnMLP(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
@@ -84,9 +89,24 @@ def test_reasons_of_an_architecture(name: str, reason: str) -> None:
     assert not report.exact and any(reason in each for each in report.why_not_exact), report.why_not_exact
 
 
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_families(name: str) -> None:
+    """Would break: a formula of a prompt's tokens and another one of generated ones, a sum of torch's over rows."""
+    assert hf_paged.is_supported(EXACT[name](name)).why_not_exact == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", EXACT)
+def test_certificates(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    report = check(EXACT[name](name).to(dtype))
+    assert report, str(report)
+
+
 def test_reasons_of_states_and_towers() -> None:
-    states = hf_paged.is_supported(build_state_model("mamba")).why_not_exact
-    assert any("by a scan in chunks" in reason for reason in states)
+    states = hf_paged.is_supported(build_state_model("nemotron_h")).why_not_exact
+    assert any("limits the time steps of a prompt's tokens" in reason for reason in states)
     base, config = hf.Qwen2VLForConditionalGeneration, hf.Qwen2VLConfig()
     assert any("its towers for pictures" in reason for reason in is_architecture_supported(base, config).why_not_exact)
 

@@ -56,9 +56,7 @@ def why_not_exact(model: PreTrainedModel, trial: Trial) -> tuple[str, ...]:
         dtype, device = Placement(model)() or (model.dtype, model.device)
         if device.type == "meta":
             dtype, device = torch.float32, torch.device("cpu")
-        reasons = list(_of_steps(trial.traits, dtype, device))
-        if not reasons and trial.tiny is not None:
-            reasons = _of_trial(*trial.tiny, dtype)
+        reasons = list(_of_steps(trial.traits, dtype, device)) or (_of_trial(*trial.tiny, dtype) if trial.tiny else [])
         return (*reasons, *_of_modules(model, dtype))
     except Exception as error:
         return (f"trying whether it is exact raised {error_text(error)}",)
@@ -94,7 +92,6 @@ def _of_modules(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[str]:
         return
     if inner_path(model) is not None:
         yield "torch computes its towers for pictures or sound: text is exact, and what follows from the same features"
-
     if any(tuple(getattr(module, "time_step_limit", _NO_LIMIT)) != _NO_LIMIT for module in modules.values()):
         yield "transformers limits the time steps of a prompt's tokens (time_step_min), but not of generated ones"
 
@@ -185,8 +182,7 @@ def _is_rowwise(name: str, args: Any, kwargs: Any) -> bool:
 
 def _has_own_order(states: Tensor, name: str, args: Any, kwargs: Any) -> bool:
     """Whether a sum's order doesn't depend on its place: of elements side by side, or rows that end vectors."""
-    place = 2 if name == "linalg_vector_norm" else 1
-    dims = kwargs.get("dim", args[place] if len(args) > place else None)
+    dims = kwargs.get("dim", next(iter(args[2 if name == "linalg_vector_norm" else 1 :]), None))
     dims = [dims] if isinstance(dims, int) else dims or range(states.ndim)
     is_along = states.ndim - 1 in (dim % states.ndim for dim in dims)
     return not states.ndim or (states.stride(-1) == 1 and (is_along or states.shape[-1] % _VECTORS == 0))

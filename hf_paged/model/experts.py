@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_paged.kernels import cpu_linear
 from hf_paged.kernels.cpu_linear import CPULinear
-from hf_paged.kernels.layers import InputError, LayerKernels
+from hf_paged.kernels.layers import InputError, LayerKernels, plainly
 from hf_paged.model.exact_operations import ExactOperations
 from hf_paged.model.fused_layers import ACTIVATIONS, agrees_where_finite, attempt, computes, is_as_tried
 from hf_paged.model.module_overrides import ModuleOverride, Survey, has_hooks, is_library_code, is_untouched
@@ -74,7 +74,8 @@ class Experts(ModuleOverride):
             raise InputError("experts", "weights and biases that are parameters")
         weight = weight.detach().mT if module.is_transposed else weight.detach()
         parts = zip(ids, states.split(counts), strict=True)
-        result = torch.cat([self.kernel.multiply(rows, weight[index], None) for index, rows in parts])
+        with plainly():
+            result = torch.cat([self.kernel.multiply(rows, weight[index], None) for index, rows in parts])
         return result if bias is None else result.add_(bias.detach()[expert_ids])  # to what is rounded, as theirs is
 
     def _gated(self, states: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_paged.kernels import cpu_linear
 from hf_paged.kernels.cpu_linear import CPULinear
-from hf_paged.kernels.layers import InputError
+from hf_paged.kernels.layers import InputError, plainly
 from hf_paged.model.module_overrides import ModuleOverride, Survey, is_untouched
 
 logger = logging.getLogger(__name__)
@@ -59,9 +59,9 @@ class Linear(ModuleOverride):
         if found is not None and found[0] is states and found[1] == _version(states):
             return found[2]
         self.runs.note(self, states)
-        result, *others = self.kernel.multiply_all(
-            states, [(layer.weight, layer.bias) for layer in (self, *self.others)]
-        )
+        with plainly():
+            weights = [(layer.weight, layer.bias) for layer in (self, *self.others)]
+            result, *others = self.kernel.multiply_all(states, weights)
         for layer, other in zip(self.others, others, strict=True):
             layer.found = states, _version(states), other
         return result

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from hf_paged.kernels.cpu_scan import DELTA, SELECTIVE, SUM, convolve, scan
-from hf_paged.kernels.layers import InputError
-from hf_paged.model.exact_operations import softplus
-from hf_paged.model.fused_layers import agrees, attempt
+from hf_paged.kernels.layers import InputError, plainly
+from hf_paged.model.exact_operations import activated, softplus
+from hf_paged.model.fused_layers import ACTIVATIONS, agrees, attempt
 from hf_paged.model.module_overrides import KNOWN, ChangedForward, has_hooks, is_library_code
 
 
@@ -55,9 +55,10 @@ def _sum(x: Tensor, dt: Tensor, rate: Tensor, key: Tensor, query: Tensor, **give
 
 def _sum_update(state: Tensor, x: Tensor, dt: Tensor, rate: Tensor, *others: Tensor, **given: Any) -> Tensor:
     key, query, skip = others
+    gate = None if given["z"] is None else activated(given["z"], *ACTIVATIONS[0])
     given |= {"D": skip[:, 0], "dt_bias": given["dt_bias"][:, 0], "initial_states": state, "return_final_states": False}
     output = _sum(x[:, None], dt[:, None, :, 0], rate[:, 0, 0], key[:, None], query[:, None], **given)[:, 0]
-    return output if given["z"] is None else output * nn.functional.silu(given["z"])
+    return output if gate is None else output * gate
 
 
 def _selective(x: Tensor, dt: Tensor, rate: Tensor, key: Tensor, query: Tensor, **given: Any) -> Any:
@@ -107,7 +108,8 @@ def _or_own(ours: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., 
 
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
-            return ours(*args, **kwargs)
+            with plainly():
+                return ours(*args, **kwargs)
         except InputError:
             return own(*args, **kwargs)
 

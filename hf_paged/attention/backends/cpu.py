@@ -11,7 +11,7 @@ from hf_paged.attention.backends.torch import TorchBackend, TorchStep
 from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.attention.params import AttentionParams
 from hf_paged.kernels import cpu
-from hf_paged.kernels.layers import InputError
+from hf_paged.kernels.layers import InputError, plainly
 
 
 @register("cpu", device_types=("cpu",), preference=1)
@@ -56,21 +56,17 @@ class CPUStep(TorchStep):
 
     def write(self, key: Tensor, value: Tensor, layer: int) -> None:
         try:
-            self._calls.write(key, value, layer, self._metadata.slot_mapping)
+            with plainly():
+                self._calls.write(key, value, layer, self._metadata.slot_mapping)
         except InputError:
             super().write(key, value, layer)
 
     def attend(self, query: Tensor, params: AttentionParams) -> Tensor:
         if params.maps is not None:
             return super().attend(query, params)
-        metadata = self._metadata
-        num_decodes = metadata.num_decodes
-        output = None
-        if self._takes_prompts or num_decodes:
-            output = self._attend_by_kernels(query, metadata, params)
-        if output is None or self._takes_prompts or num_decodes == query.shape[0]:
-            return self._attend(query, params, None) if output is None else output
-        return self._attend(query, params, output)
+        num_taken = query.shape[0] if self._takes_prompts else self._metadata.num_decodes
+        output = self._attend_by_kernels(query, self._metadata, params) if num_taken else None
+        return self._attend(query, params, output) if output is None or num_taken < query.shape[0] else output
 
     def _attend_rows(self, query: Tensor, metadata: AttentionMetadata, params: AttentionParams) -> Tensor:
         output = self._attend_by_kernels(query, metadata, params)
@@ -88,8 +84,9 @@ class CPUStep(TorchStep):
             if rows is None:
                 rows = self._rows[key] = self._make_rows(metadata, query.shape[1])
             own = params.scale, params.sliding_window, params.softcap, params.sinks
-            for each in rows:
-                self._calls.attend(query, output, params.layer, each, *own)
+            with plainly():
+                for each in rows:
+                    self._calls.attend(query, output, params.layer, each, *own)
         except InputError:
             return None
         return output

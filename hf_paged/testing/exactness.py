@@ -163,8 +163,8 @@ class _Check:
             raise ValueError(f"it runs stock generate(), so that there is nothing to check: {self._traits.why_padded}")
 
     def run(self, case: _Case) -> ExactnessCase:
-        if case.own and not self._traits.runs_packed:
-            return ExactnessCase(case.name, 0, 0, 0.0, "its forwards run padded, without drafts")
+        if case.own and (not self._traits.runs_packed or getattr(self._inner, "_is_stateful", False)):
+            return ExactnessCase(case.name, 0, 0, 0.0, "it takes no drafts")
         if "preemption" in case.settings and not self._traits.is_batched:
             return ExactnessCase(case.name, 0, 0, 0.0, "its calls run one at a time")
         settings = self._settings | case.settings | (self._tight if "preemption" in case.settings else {})

@@ -21,7 +21,6 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import hypothesis
 import pytest
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -34,10 +33,12 @@ from hf_paged.engine.draft_budget import RowBudget
 # The models are tiny: a second thread only waits for the first.
 torch.set_num_threads(1)
 
-# How long an example takes says how busy the machine is.
-SLOW = [hypothesis.HealthCheck.too_slow]
-hypothesis.settings.register_profile("any machine", deadline=None, suppress_health_check=SLOW)
-hypothesis.settings.load_profile("any machine")
+if find_spec("hypothesis"):  # tests on a GPU do without it
+    from hypothesis import HealthCheck, settings
+
+    # How long an example takes says how busy the machine is.
+    settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any machine")
 
 ROOT = Path(__file__).parents[1]
 NOT_FOR_THE_DEMO = [name for name in ("gradio", "gradio_client", "pandas", "playwright") if find_spec(name) is None]

@@ -365,6 +365,7 @@ class DecodeMetadata(AttentionMetadata):
         self.max_decode_len = longest
         self._device = seq_lens.device
         self.host_seq_lens = np.ones(rows, dtype=np.int64)
+        self._query_tiles = {}
         self._decode_work = {} if work is None else work
         self._is_complete = work is not None
 

@@ -368,7 +368,7 @@ def test_choices_are_unlike() -> None:
 @pytest.mark.parametrize("choice", PAIRWISE, ids=describe)
 def test_paged_attention(choice: dict[str, Any], device: torch.device) -> None:
     """Breaks if any two settings don't go together, a slot is read that no token is in, or a row isn't written."""
-    batch = Batch(Case(num_kv_heads=1, **choice), device)
+    batch = Batch(Case(**choice), device)
     before = batch.pool.clone()
     assert batch.error(batch.attend(), batch.expected()) <= TOLERANCE[batch.case.dtype]
     assert same_bits(batch.pool, before), "attention wrote into the pool"

@@ -23,6 +23,7 @@ import hf_paged
 from helpers.models import build, random_ids
 from helpers.requests import ENDLESS
 from helpers.waiting import PATIENCE, at_once
+from hf_paged.kernels import cpu_linear
 from hf_paged.model.runner import ModelRunner
 
 FAMILIES = ["llama", "gpt2", "mistral", "qwen3", "qwen3_moe", "gemma2", "phi3", "gpt_neox", "opt", "olmo2"]
@@ -40,8 +41,11 @@ def leave_amx(setattr: Callable[..., None] = setattr) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _without_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_amx(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     leave_amx(monkeypatch.setattr)
+    cpu_linear.load.cache_clear()  # other tests have asked with it
+    yield
+    cpu_linear.load.cache_clear()
 
 
 def said(model: Any, prompts: Iterable[list[int]] = PROMPTS) -> Said:

@@ -14,8 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_paged.kernels.cpu_linear import bmm
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentMaps:
@@ -36,12 +34,12 @@ class LatentMaps:
     def absorb(self, query: Tensor) -> Tensor:
         """`[T, num_heads, latent_dim + rotary_dim]` of queries `[T, num_heads, key_dim]`."""
         plain = self.key.shape[1]
-        mapped = bmm(query[..., :plain].transpose(0, 1), self.key).transpose(0, 1)
+        mapped = torch.bmm(query[..., :plain].transpose(0, 1), self.key).transpose(0, 1)
         return torch.cat([mapped, query[..., plain:]], dim=-1)
 
     def project(self, latents: Tensor) -> Tensor:
         """`[T, num_heads, value_dim]` of weighted sums of latents, `[T, num_heads, latent_dim]`."""
-        return bmm(latents.transpose(0, 1), self.value.transpose(1, 2)).transpose(0, 1)
+        return torch.bmm(latents.transpose(0, 1), self.value.transpose(1, 2)).transpose(0, 1)
 
     def expand(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[G, num_heads, S, key_dim]` and `[..., value_dim]` of `[G, 1, S, latent_dim + rotary_dim]`.
@@ -51,7 +49,7 @@ class LatentMaps:
         latents, rotary = states[:, 0, :, : self.latent_dim], states[..., self.latent_dim :]
         rows = latents.flatten(0, 1).expand(len(self.key), -1, -1)  # the same for all heads: not copied
         key, value = (
-            bmm(rows, own.transpose(1, 2)).unflatten(1, latents.shape[:2]).transpose(0, 1)
+            torch.bmm(rows, own.transpose(1, 2)).unflatten(1, latents.shape[:2]).transpose(0, 1)
             for own in (self.key, self.value)
         )
         return torch.cat([key, rotary.expand(-1, key.shape[1], -1, -1)], dim=-1), value

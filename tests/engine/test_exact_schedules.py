@@ -1,7 +1,7 @@
 """Requests beside others, in any schedule: their log-probabilities are bit for bit those of the request alone.
 
 Hypothesis draws what is asked for, when it comes and leaves, and a pool that is too small for it. `-m slow` draws
-`HF_PAGED_SCHEDULES` for each model (default 200; 2000 are 10,000 in all).
+`EXACT_SCHEDULES` for each model (default 200; 2000 are 10,000 in all).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from helpers.waiting import PATIENCE
 from hf_paged.api import support
 
 FAMILIES = ["llama", "gpt2", "mistral", "qwen3", "qwen3_moe"]
-NUM_SCHEDULES = int(os.environ.get("HF_PAGED_SCHEDULES", 200))
+NUM_SCHEDULES = int(os.environ.get("EXACT_SCHEDULES", 200))
 NUM_NEW, NUM_TOP = 12, 4
 CUTS, TAILS = (0, 7, 24, 48), (1, 9, 20)
 LONGEST = CUTS[-1] + TAILS[-1] + NUM_NEW

@@ -148,7 +148,7 @@ def logprobs(model: Any, prompts: list[list[int]]) -> list[Any]:
 
 
 # Plain activations; norms of strided heads; gates, routers and experts of other kinds; latents; products by token.
-NAMES = ("starcoder2", "gpt_neox", "gemma3", "gpt_oss", "llama4", "longcat_flash", "deepseek_v3", "hrm_text", "gemma3n")
+NAMES = ("starcoder2", "gpt_neox", "gemma3", "gpt_oss", "llama4", "hrm_text", "gemma3n")
 
 
 @DTYPES

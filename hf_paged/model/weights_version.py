@@ -91,6 +91,7 @@ class WeightsVersion(Lasting):
         self._was_stepped = False
         _watch_optimizers()
         PROCESS.watch(self)
+        self.key()  # here, where one thread asks: two that both find nothing noted yet would both call it a change
 
     def key(self) -> WeightsKey:
         """The current state: an epoch that never returns to an earlier value, adapters, hooks, autocast.
@@ -244,8 +245,6 @@ class WeightsVersion(Lasting):
 
         Modules are looked at when the state is asked for; hooks also when one was registered anywhere.
         """
-        if not self._kinds:
-            self.key()
         return self._is_known and not self._current_hooks().numbers
 
     @property

@@ -54,6 +54,14 @@ def weights(net: nn.Module) -> list[Tensor]:
 # No change
 
 
+def test_everything_is_noted_from_the_start(net: nn.Sequential) -> None:
+    # By the first of several callers, each of which would otherwise find a change while the others' rows run.
+    state = WeightsVersion(net)
+    noted = state.state
+    assert state.is_plain and state.state == noted
+    assert state.key()[:-1] == noted
+
+
 def test_the_same_weights_have_the_same_key(net: nn.Sequential) -> None:
     watch = Watch(net)
     for use in (

@@ -25,6 +25,7 @@ from hf_paged.memory.streams import on_steps_stream
 from hf_paged.model.bound_model import BoundModel
 from hf_paged.model.padded_runner import CalledForward
 from hf_paged.model.runner import ModelRunner
+from hf_paged.model.sharding import from_first_rank
 from hf_paged.sampling.beams import BeamBatch, SelectedBeams, select_beams
 from hf_paged.sampling.sampler import Outcome, SampledTokens, SamplingBatch, sample_tokens
 from hf_paged.sampling.token_table import TokenTable
@@ -130,12 +131,16 @@ class StepExecutor:
             device = attention.kv_cache.device
             with on_steps_stream(device), autocasting(batch.batch_key):
                 embeddings = self._embeddings(batch) if batch.embedded else None
-                tell = None if self.leader is None else partial(self.leader.step, batch, embeddings=embeddings)
+                chosen = None if batch.placeholders is None else self._chosen_before()
+                tell = None
+                if self.leader is not None:
+                    tell = partial(self.leader.step, batch, embeddings=embeddings, chosen=chosen)
                 pool.execute_moves(batch, attention, tell)
+                if self.leader is not None and chosen is not None:
+                    from_first_rank(self.model.model, chosen)
                 timer = DeviceTimer(device)
                 if called is None:
                     self._check_rows()
-                    chosen = None if batch.placeholders is None else self._chosen_before()
                     output = self._runner.run(batch, attention, embeddings, chosen)
                     self._check_rows()
                 else:

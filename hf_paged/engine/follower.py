@@ -20,6 +20,7 @@ from hf_paged.engine.kv_pool import KVPool
 from hf_paged.memory.streams import on_steps_stream
 from hf_paged.model.bound_model import BoundModel
 from hf_paged.model.runner import ModelRunner
+from hf_paged.model.sharding import from_first_rank
 from hf_paged.parallel.channel import FAREWELL_SECONDS, Alert, Channel, Kind, RankError
 
 logger = logging.get_logger(__name__)
@@ -105,15 +106,18 @@ class Follower(Lasting):
             self.fail(f"{type(error).__name__}: {error}")
 
     def _step(self, payload: bytes) -> None:
-        batch, copies, embeddings = pickle.loads(payload)
+        batch, copies, embeddings, num_chosen = pickle.loads(payload)
         device = self._model.placement[1]
         if device.type == "cuda":
             torch.cuda.set_device(device)
         attention = self._pool.execute(copies)
         if batch.number:
             with on_steps_stream(device), autocasting(batch.batch_key):
-                given = None if embeddings is None else embeddings.to(device)
-                self._runner.run(batch, attention, given)
+                given, chosen = None if embeddings is None else embeddings.to(device), None
+                if num_chosen is not None:
+                    chosen = torch.empty(num_chosen, dtype=torch.int64, device=device)
+                    from_first_rank(self._model.model, chosen)
+                self._runner.run(batch, attention, given, chosen)
 
     def _begin(self, call: RemoteCall) -> None:
         with self._condition:

@@ -54,12 +54,20 @@ class Leader(Lasting):
 
     # What is said
 
-    def step(self, batch: Batch, copies: list[Copy], embeddings: Tensor | None) -> None:
-        """Tells the other ranks of a step, and of what is done to blocks before it."""
-        self._send(Kind.STEP, pickle.dumps((batch, copies, None if embeddings is None else embeddings.cpu())))
+    def step(
+        self, batch: Batch, copies: list[Copy], embeddings: Tensor | None = None, chosen: Tensor | None = None
+    ) -> None:
+        """Tells the other ranks of a step, and of what is done to blocks before it.
+
+        Args:
+            chosen: Tokens that only the device knows: theirs get them by `from_first_rank`, and hear how many.
+        """
+        num_chosen = None if chosen is None else len(chosen)
+        given = None if embeddings is None else embeddings.cpu()
+        self._send(Kind.STEP, pickle.dumps((batch, copies, given, num_chosen)))
 
     def copies(self, copies: list[Copy]) -> None:
-        self.step(Batch(), copies, None)
+        self.step(Batch(), copies)
 
     def forward(self, digest: bytes, text: str) -> None:
         """A forward that is no step. The step lock is held, here and until it is over.

@@ -19,6 +19,7 @@ from hf_paged.model.cache_argument import cache_argument, output_type
 from hf_paged.model.latents import Latents
 from hf_paged.model.mixers import Mixers
 from hf_paged.model.placement import Placement
+from hf_paged.model.sharding import ranks_of
 from hf_paged.model.token_inputs import TokenInputs
 from hf_paged.model.traits import ModelTraits
 from hf_paged.model.weights_version import WeightsVersion
@@ -117,6 +118,8 @@ class BoundModel:
     @property
     def why_unrecorded(self) -> str | None:
         """What CUDA graphs of its steps would need, wherever it runs; `None`: nothing that it lacks."""
+        if ranks_of(self.model) is not None:
+            return "need a whole model, this one's weights are split between processes"
         if self.is_offloaded:
             return "need weights that stay where they are, accelerate offloads some of this model's"
         if self.layer_devices is not None:

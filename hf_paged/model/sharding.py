@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from hf_paged.memory.spec import AttentionSpec
 
@@ -20,6 +20,23 @@ def ranks_of(model: nn.Module) -> list[int] | None:
     if mesh is None or mesh.size() < 2 or "tp" not in (getattr(mesh, "mesh_dim_names", None) or ()):
         return None
     return list(dist.get_process_group_ranks(mesh.get_group("tp")))
+
+
+def is_share(module: nn.Module) -> bool:
+    """Whether the forward on a module's instance is transformers', which computes this process's share of its class's
+    and exchanges it with the others.
+    """
+    names = getattr(module.__dict__.get("forward"), "__globals__", {})
+    return str(names.get("__name__")).startswith("transformers.distributed.")
+
+
+def from_first_rank(model: Any, tensor: Tensor) -> Tensor:
+    """Overwrites a tensor with the first rank's, on the current stream, as the model's forwards exchange theirs.
+
+    All ranks that hold a share of the model call it, at the same place among their forwards.
+    """
+    dist.broadcast(tensor, group=model._device_mesh.get_group("tp"), group_src=0)
+    return tensor
 
 
 def why_not_whole(model: nn.Module) -> str | None:

@@ -20,7 +20,7 @@ from hf_paged.model.latents import Latents
 from hf_paged.model.layers import Layers
 from hf_paged.model.module_overrides import CALL, KNOWN, LIBRARY, is_library_code, is_of_library
 from hf_paged.model.placement import Placement
-from hf_paged.model.sharding import ranks_of, why_not_whole
+from hf_paged.model.sharding import is_share, ranks_of, why_not_whole
 from hf_paged.model.spread import is_wrapped, offloading, stored
 
 # A state of the model: an epoch, adapters, hooks, autocast.
@@ -195,7 +195,8 @@ class WeightsVersion(Lasting):
             model = modules[0]
             self._is_known, self._is_library = (
                 all(
-                    is_library_code(m, packages) or ((m is model or is_wrapped(m)) and is_of_library(type(m), packages))
+                    is_library_code(m, packages)
+                    or ((m is model or is_wrapped(m) or is_share(m)) and is_of_library(type(m), packages))
                     for m in modules
                 )
                 for packages in (KNOWN, LIBRARY)
@@ -257,7 +258,8 @@ class WeightsVersion(Lasting):
         if self.is_plain or (model := self._model()) is None:
             return ""
         modules = all_modules(model)
-        kinds = {type(m) for m in modules if m is not model and not (is_library_code(m) or is_wrapped(m))}
+        others = [m for m in modules if not (m is model or is_library_code(m) or is_wrapped(m) or is_share(m))]
+        kinds = {type(module) for module in others}
         hooks = {
             name
             for m in modules

@@ -217,6 +217,15 @@ class Worker:
         own = self.model(model)
         stock = {mode: self._run(own, mode) for mode in modes}
         hf_paged.patch(own, **settings)
+        runner, num_placeholders = own.paged.core.runner, 0
+        run = runner.run
+
+        def counted(batch: Any, *args: Any) -> Any:
+            nonlocal num_placeholders
+            num_placeholders += batch.placeholders is not None
+            return run(batch, *args)
+
+        runner.run = counted
         try:
             found = {mode: self._run(own, mode) for mode in modes}
             stats = None
@@ -225,7 +234,8 @@ class Worker:
             own.paged.check_invariants()
         finally:
             hf_paged.unpatch(own)
-        return {"differences": {m: [stock[m], found[m]] for m in modes if stock[m] != found[m]}, "preemptions": stats}
+        differences = {mode: [stock[mode], found[mode]] for mode in modes if stock[mode] != found[mode]}
+        return {"differences": differences, "preemptions": stats, "placeholders": num_placeholders}
 
     def _run(self, model: Any, mode: str) -> Any:
         torch.manual_seed(7)

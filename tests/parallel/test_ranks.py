@@ -29,6 +29,20 @@ def test_all_modes_on_every_rank(two_ranks: Any, model: str) -> None:
         assert not answer["differences"]
 
 
+OVERLAPPED = ROOM | {"use_async_batching": True}
+
+
+def _check_overlapped(answers: list[dict[str, Any]]) -> None:
+    """Would break: a rank that embeds other tokens than rank 0 has chosen, or that doesn't get them."""
+    assert not any(answer["differences"] for answer in answers)
+    assert len({answer["placeholders"] for answer in answers}) == 1 and answers[0]["placeholders"] > 20
+
+
+@pytest.mark.parametrize("model", ["llama", *_slow("gemma2", "qwen3", "mixtral", "gpt_oss", "phi3", *KINDS)])
+def test_steps_overlap(two_ranks: Any, model: str) -> None:
+    _check_overlapped(two_ranks.run("modes", model=model, modes=MODES, settings=OVERLAPPED))
+
+
 @pytest.mark.parametrize("model", ["mixtral+experts", "deepseek_v2", "qwen3_next"])
 def test_experts_latents_and_states(two_ranks: Any, model: str) -> None:
     """Would break: heads or states that a plan leaves whole are taken for shared out, or the other way round."""
@@ -41,7 +55,7 @@ def test_experts_latents_and_states(two_ranks: Any, model: str) -> None:
 @pytest.mark.parametrize(("model", "num_blocks"), [("llama", 9), *_slow(("qwen3_next", 40), ("deepseek_v2", 9))])
 def test_a_pool_that_preempts(two_ranks: Any, model: str, num_blocks: int, preemption: str) -> None:
     modes = ["greedy", "sampling", "beams", "own_processor"]
-    settings = TIGHT | {"preemption": preemption, "num_blocks": num_blocks}
+    settings = TIGHT | {"preemption": preemption, "num_blocks": num_blocks, "use_async_batching": True}
     answers = two_ranks.run("modes", model=model, modes=modes, settings=settings)
     assert [answer["differences"] for answer in answers] == [{}, {}] and answers[0]["preemptions"] > 0
 
@@ -90,8 +104,10 @@ def test_one_message_a_step_and_none_when_idle(two_ranks: Any) -> None:
     assert first["sent"] == ["BEGIN", *["STEP"] * first["steps"], "END"] and first["steps"] >= 10
 
 
-def test_the_others_follow_an_app(two_ranks: Any) -> None:
-    first, _ = two_ranks.run("app", model="llama", num_calls=60, settings=TIGHT | {"num_blocks": 24})
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_the_others_follow_an_app(two_ranks: Any, overlaps: bool) -> None:
+    settings = TIGHT | {"num_blocks": 24, "use_async_batching": overlaps}
+    first, _ = two_ranks.run("app", model="llama", num_calls=60, settings=settings)
     assert first["differences"] == {} and first["preemptions"] > 0
     assert "others are in model.paged.follow()" in first["raised"]
 
@@ -129,6 +145,7 @@ def test_each_rank_holds_its_share(two_ranks: Any) -> None:
 def test_four_ranks(four_ranks: Any, model: str) -> None:
     for answer in four_ranks.run("modes", model=model, modes=MODES, settings=ROOM):
         assert not answer["differences"]
+    _check_overlapped(four_ranks.run("modes", model=model, modes=MODES, settings=OVERLAPPED))
 
 
 def test_a_model_that_is_shared_out_is_supported(two_ranks: Any) -> None:

@@ -17,9 +17,9 @@ from hf_paged.api.stored_layers import as_their_modules_say, keeps_states, on_me
 from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.model.base_class import base_class
 from hf_paged.model.cache_argument import CACHE_ARGUMENTS
-from hf_paged.model.placement import Placement
+from hf_paged.model.placement import Placement, why_not_on
 from hf_paged.model.sharding import local_layers, ranks_of, why_not_whole
-from hf_paged.model.spread import is_hooked, is_wrapped, offloading
+from hf_paged.model.spread import is_hooked, is_wrapped, offloading, runs_on
 from hf_paged.model.traits import ModelTraits
 from hf_paged.model.wrapper import inner_path
 
@@ -248,10 +248,13 @@ def _structural_reasons(model: nn.Module) -> list[str]:
     if is_hooked(model):
         reason = _why_not_spread(model)
         return [*reasons, reason] if reason is not None else reasons
-    if len({parameter.device for parameter in model.parameters()}) > 1:
+    devices = dict.fromkeys(parameter.device for parameter in model.parameters())
+    if len(devices) > 1:
         reasons.append("its weights lie on several devices, and nothing moves its inputs there: load it by device_map")
-    elif any(parameter.device.type == "meta" for parameter in model.parameters()):
+    elif any(device.type == "meta" for device in devices):
         reasons.append("its weights are on the meta device: load them first")
+    else:
+        reasons += [reason for device in devices if (reason := why_not_on(device)) is not None]
     return reasons
 
 
@@ -262,6 +265,9 @@ def _why_not_spread(model: PreTrainedModel) -> str | None:
         return "it is multimodal, and accelerate has spread its weights (device_map, offloading): load it on one device"
     if offloading(model):
         return "accelerate offloads weights of the whole model, not of modules: leave out preload_module_classes"
+    for device in filter(None, map(runs_on, model.modules())):
+        if (reason := why_not_on(device)) is not None:
+            return reason
     kept = {id(t) for module in model.modules() if offloading(module) for t in module.parameters()}
     if any(parameter.device.type == "meta" and id(parameter) not in kept for parameter in model.parameters()):
         return "some of its weights are on the meta device, and nothing fetches them: load them first"

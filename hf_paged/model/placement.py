@@ -10,6 +10,18 @@ from torch import nn
 
 from hf_paged.model.spread import is_offloaded, layer_devices, main_device
 
+SERVED = ("cpu", "cuda")  # ROCm's GPUs are called cuda, too
+
+
+def why_not_on(device: torch.device) -> str | None:
+    """Why a model can't be served on a device; `None`: it can."""
+    if device.type in SERVED:
+        return None
+    return (
+        f"it is on {device}: the pool and its kernels are for CPUs and for GPUs under CUDA or ROCm, and nothing has "
+        'been tried on others; move it, as by model.to("cpu"), or call its own generate()'
+    )
+
 
 class Placement:
     """Reads one parameter of a model, the one that `model.dtype` finds by a walk over the modules each time.

@@ -74,7 +74,7 @@ def stored(hook: Any, module: nn.Module) -> Iterator[Tensor]:
 
 def main_device(model: nn.Module) -> torch.device | None:
     """Where a model's inputs are wanted, and what has no place of its own runs; `None`: accelerate says nothing."""
-    return next((device for module in model.modules() if (device := _runs_on(module)) is not None), None)
+    return next((device for module in model.modules() if (device := runs_on(module)) is not None), None)
 
 
 def layer_devices(model: nn.Module, num_layers: int) -> tuple[torch.device | None, ...]:
@@ -87,7 +87,8 @@ def layer_devices(model: nn.Module, num_layers: int) -> tuple[torch.device | Non
     return tuple(found)
 
 
-def _runs_on(module: nn.Module) -> torch.device | None:
+def runs_on(module: nn.Module) -> torch.device | None:
+    """Where accelerate has a module run; `None`: it says nothing."""
     devices = (getattr(hook, "execution_device", None) for hook in hooks_of(module))
     device = next((torch.device(device) for device in devices if device is not None), None)
     if device is None or device.type != "cuda" or device.index is not None:

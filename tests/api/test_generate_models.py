@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, pipeline
 
 import hf_paged
@@ -163,10 +165,23 @@ def with_a_config_that_raises() -> Any:
     return model
 
 
+def elsewhere(device: str) -> Any:
+    """A model whose parameters say that they are on a device there needn't be."""
+    model = build("llama")
+    with FakeTensorMode():
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = nn.Parameter(torch.empty(parameter.shape, device=device))
+    return model
+
+
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     **{str(thing): (lambda thing=thing: thing, type(thing).__name__) for thing in ("gpt2", None, 3, nn.Linear)},
     "raises in getattr": (lambda: type("Thing", (), {"__getattr__": _raises})(), "raised RuntimeError"),
     "not constructed": (lambda: LlamaForCausalLM.__new__(LlamaForCausalLM), "raised AttributeError"),
+    **{f"on {name}": (lambda name=name: elsewhere(name), f"it is on {name}:0") for name in ("mps", "xpu")},
+    "hooks to mps": (lambda: add_hook_to_module(build("llama"), AlignDevicesHook(torch.device("mps"))), "it is on mps"),
     "on meta": (lambda: build("llama").to("meta"), "meta device"),
     "config raises": (with_a_config_that_raises, "could not be built and run to try"),
     "no heads": (lambda: with_config(num_attention_heads=0, num_key_value_heads=0), "could not be"),

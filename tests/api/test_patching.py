@@ -28,8 +28,17 @@ from helpers.pairs import MakePair, Pair, assert_same
 from helpers.requests import held_step
 from helpers.waiting import eventually
 from hf_paged.attention.paged_attention import attention_configs
+from hf_paged.model.placement import Placement
 
 SETTINGS = {"block_size": 4, "num_blocks": 64}
+
+
+def test_moved_to_where_no_pool_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = hf_paged.patch(build("llama"), **SETTINGS)
+    text_of(model)
+    monkeypatch.setattr(Placement, "__call__", lambda self: (torch.float32, torch.device("mps", 0)))
+    with pytest.raises(hf_paged.UnsupportedModelError, match="it is on mps:0: the pool"):
+        _ = model.paged.core.kv_cache
 
 
 def patched_llama(**settings: Any) -> Any:

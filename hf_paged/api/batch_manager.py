@@ -55,6 +55,7 @@ class PagedBatchManager(ContinuousBatchingManager):
     ) -> None:
         """Serves one model, which it puts into evaluation mode, as transformers' own does."""
         self.model = model.eval()
+        model.paged.core.pool.is_serving = True
         self.batch_processor = None
         self.warmed_up = True
         self.background_thread_status = BackgroundThreadStatus()

@@ -38,6 +38,13 @@ MAX_GIB = 2**33  # addresses have 63 bits
 MAX_BLOCK_SIZE = 2**24  # tokens: beyond all contexts
 
 
+def default_memory_fraction(device_type: str, is_serving: bool) -> float:
+    """What `memory_fraction=None` is; see `PagedConfig`."""
+    if device_type != "cuda":
+        return 0.25
+    return 0.9 if is_serving else 0.5
+
+
 @dataclass(frozen=True, slots=True)
 class PagedConfig:
     """Settings of a patched model. Immutable; any bad value raises `ValueError` naming the field and the value.
@@ -51,8 +58,10 @@ class PagedConfig:
             first use, and never more than `max_num_seqs` sequences of the model's full context could fill. In a model
             whose layers differ in what they keep (sliding windows), a block is of one group of layers: a sequence
             takes some for each.
-        memory_fraction: Share of the free memory (of the model's device) that `num_blocks=None` may take. Modest by
-            default, since the pool lives inside the caller's process. On CPU the pages are only touched when used.
+        memory_fraction: Share that `num_blocks=None` may take of the memory (of the model's device) that is free at
+            first use, less what steps need beside the pool. `None`: on a GPU 0.5, since the pool lives inside the
+            caller's process, or 0.9 where it is there to serve (`hf-paged serve`, and where `generate_batch()` or
+            `init_continuous_batching()` is the first use); 0.25 on CPU, where the pages are only touched when used.
         max_num_seqs: Sequences in one model step at most.
         max_num_batched_tokens: Tokens in one model step at most; longer prompts are prefilled in chunks.
         max_waiting: Requests that may wait in the queue; `None`: no limit. With a full queue `generate()` waits and
@@ -88,7 +97,7 @@ class PagedConfig:
 
     block_size: int = 16
     num_blocks: int | None = None
-    memory_fraction: float = 0.25
+    memory_fraction: float | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_waiting: int | None = None
@@ -127,8 +136,9 @@ class PagedConfig:
         for name in ("cuda_graphs", "use_async_batching"):
             if not (getattr(self, name) is None or isinstance(getattr(self, name), bool)):
                 raise ValueError(f"{name} must be True, False or None, got {getattr(self, name)!r}")
-        if not _is_number(self.memory_fraction) or not 0 < self.memory_fraction <= 1:
-            raise ValueError(f"memory_fraction must be above 0 and at most 1, got {self.memory_fraction!r}")
+        share = self.memory_fraction
+        if share is not None and (not _is_number(share) or not 0 < share <= 1):
+            raise ValueError(f"memory_fraction must be None, or above 0 and at most 1, got {share!r}")
         if not _is_number(self.rank_timeout) or not 0 < self.rank_timeout < math.inf:
             raise ValueError(f"rank_timeout must be a number of seconds above 0, got {self.rank_timeout!r}")
         space = self.swap_space_gib

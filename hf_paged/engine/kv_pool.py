@@ -17,8 +17,8 @@ from hf_paged.attention.spread_attention import SpreadAttention
 from hf_paged.core.batch import BlockMoves, Copy
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.cache_groups import CacheGroups
-from hf_paged.core.config import DEFAULT_SWAP_SPACE_GIB, PagedConfig
-from hf_paged.core.errors import OutOfBlocksError
+from hf_paged.core.config import DEFAULT_SWAP_SPACE_GIB, PagedConfig, default_memory_fraction
+from hf_paged.core.errors import OutOfBlocksError, UnsupportedModelError
 from hf_paged.core.event_log import EventLog
 from hf_paged.core.policy import policy_of
 from hf_paged.core.scheduler import Scheduler
@@ -30,6 +30,7 @@ from hf_paged.memory.spread_cache import SpreadKVCache, shares
 from hf_paged.memory.state_cache import StateLayout
 from hf_paged.memory.streams import among_steps, on_steps_stream
 from hf_paged.model.bound_model import BoundModel
+from hf_paged.model.placement import why_not_on
 from hf_paged.model.step_memory import StepMemory
 
 COPIES = [field.name for field in fields(BlockMoves)]
@@ -42,6 +43,8 @@ class KVPool:
     Attributes:
         lock: Re-entrant; held by any code that changes tables or the tensor.
         is_made: Whether there are tables.
+        is_serving: Whether the process is there to serve its model: then a pool that is not sized yet, and whose
+            config leaves its share open, takes most of the free memory of a GPU.
         peak: Blocks in use when they were most, and the tokens stored and slots allocated at that moment.
     """
 
@@ -57,7 +60,7 @@ class KVPool:
         self._pending: deque[Copy] = deque()
         self.tell: Callable[[list[Copy]], None] | None = None  # told of copies before they are made
         self._num_blocks: int | None = None
-        self.is_made = False
+        self.is_made = self.is_serving = False
         self._made: tuple[BlockManager, Scheduler] | None = None
         self._attention: PoolAttention | None = None
 
@@ -78,6 +81,7 @@ class KVPool:
         device, block_size, num_blocks = model.placement[1], config.block_size, config.num_blocks
         parts = shares(self._geometry, self._groups, model.layer_devices, device)
         if num_blocks is None:
+            share = config.memory_fraction or default_memory_fraction(device.type, self.is_serving)
             with among_steps(device):  # a trial step, whose memory is then theirs
                 num_tokens = min(config.max_num_batched_tokens, model.max_context)
                 reserved = StepMemory(model, config).reserved_bytes(num_tokens, block_size, num_groups)
@@ -88,7 +92,7 @@ class KVPool:
                     num_blocks_for_memory(
                         part.geometry,
                         block_size,
-                        config.memory_fraction,
+                        share,
                         most,
                         part.device,
                         part.geometry.bytes_per_block(block_size) + reserved,
@@ -242,6 +246,9 @@ class KVPool:
         with self.lock:
             if self._attention is not held:
                 return self.attention  # another thread was faster
+            for each in self._model.devices:
+                if (reason := why_not_on(each)) is not None:
+                    raise UnsupportedModelError(type(self._model.model).__name__, (reason,))
             self.release()
             geometry, layout = self._geometry, self.state_layout
             manager = self.manager

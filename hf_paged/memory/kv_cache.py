@@ -85,11 +85,12 @@ def num_blocks_for_memory(
     """Blocks that fit into a fraction of the device's free memory, at least 1 and at most enough for `max_tokens`.
 
     Args:
+        memory_fraction: Of what is free less `reserved`.
         max_tokens: No more are of use.
         reserved: Bytes of the free memory that must stay free (what steps hold).
     """
-    free = free_memory(device)
-    affordable = int(min(free * memory_fraction, free - reserved)) // geometry.bytes_per_block(block_size)
+    usable = max(0, free_memory(device) - reserved)
+    affordable = int(usable * memory_fraction) // geometry.bytes_per_block(block_size)
     return max(1, min(affordable, -(-max_tokens // block_size)))
 
 

@@ -429,6 +429,7 @@ def serve(
         processor = AutoProcessor.from_pretrained(model) if kind is AutoModelForImageTextToText else None
         loaded = _with_adapters(loaded, adapters)
         patch(loaded, **{name: value for name, value in given.items() if value is not None})
+        loaded.paged.core.pool.is_serving = True
         run_server(loaded, tokenizer, settings, host, port, drain_seconds, processor)
     except (ValueError, OSError, ImportError) as error:
         _fail(error)

@@ -109,8 +109,8 @@ def test_num_blocks_asks_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch
     device = torch.device("cuda", 1)
     assert num_blocks_for_memory(LLAMA_8B, 16, 0.5, 10**9, device) == 21  # of 40 that are free and 2 that torch keeps
     assert asked == [device]
-    assert num_blocks_for_memory(LLAMA_8B, 16, 0.5, 10**9, device, reserved=20 * block) == 21
-    assert num_blocks_for_memory(LLAMA_8B, 16, 0.5, 10**9, device, reserved=30 * block) == 12
+    assert num_blocks_for_memory(LLAMA_8B, 16, 0.5, 10**9, device, reserved=20 * block) == 11
+    assert num_blocks_for_memory(LLAMA_8B, 16, 0.5, 10**9, device, reserved=30 * block) == 6
     assert num_blocks_for_memory(LLAMA_8B, 16, 0.5, 10**9, device, reserved=50 * block) == 1
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from dataclasses import replace
+from typing import Any
 
 import pretend_cuda
 import pytest
@@ -53,6 +55,51 @@ def test_the_sampler(processor: object, least: float) -> None:
     sample_tokens([SamplingBatch(sampler, list(range(rows)), [0] * rows, order, 0)], logits)
     taken = torch.cuda.max_memory_allocated() - before
     assert least <= taken / sampler_bytes(rows, vocab_size, 4) <= 1.01
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3", "gpt2", "opt", "mixtral", "gemma4", "deepseek_v3"])
+def test_an_estimate_where_nothing_may_run(name: str) -> None:
+    """It is no less than what the model's own code takes, and not far more; and none of it runs."""
+    model = hf_paged.patch(build(name).to(CUDA), num_blocks=8, max_num_seqs=4)
+    memory, estimates = StepMemory(model.paged.core.bound, model.paged.config), []
+    measured = [memory.activation_bytes(num_tokens) for num_tokens in (16, 64)]
+    ran: list[bool] = []
+    handle = model.get_input_embeddings().register_forward_hook(lambda *_: ran.append(True))
+    estimates = [memory.activation_bytes(num_tokens) for num_tokens in (16, 64)]
+    assert memory.reserved_bytes(64, 4) > estimates[1] and not ran
+    handle.remove()
+    assert all(1 <= estimate / own < 4 for own, estimate in zip(measured, estimates, strict=True))
+
+
+def _lora(model: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"])).base_model.model
+
+
+def _hooked(model: Any) -> Any:
+    model.model.layers[0].register_forward_hook(lambda *_: None)
+    return model
+
+
+@pytest.mark.parametrize(("change", "fraction"), [(_lora, None), (_hooked, None), (lambda model: model, 0.3)])
+def test_a_pools_share(change: Any, fraction: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is free less what steps take, whatever the model is made of; most of it where it is there to serve."""
+    monkeypatch.setattr(pretend_cuda.memory, "free", 2**24)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    sizes = []
+    for is_serving in (False, True):
+        model = change(copy.deepcopy(build("llama"))).to(CUDA).eval()
+        hf_paged.patch(model, memory_fraction=fraction, block_size=4, max_num_batched_tokens=64, cuda_graphs=False)
+        model.generation_config.eos_token_id = 1
+        core = model.paged.core
+        free = 2**24 - StepMemory(core.bound, core.config).reserved_bytes(64, 4) - model.paged.bytes_per_block
+        assert free < 2**24 - 2**18
+        if is_serving:
+            model.generate_batch([[3, 4, 5]], max_new_tokens=2)
+        else:
+            model.generate(random_ids(1, 5).to(CUDA), max_new_tokens=2)
+        sizes.append(model.paged.stats().num_blocks * model.paged.bytes_per_block / free)
+    assert sizes == pytest.approx([fraction or 0.5, fraction or 0.9], abs=1e-3)
 
 
 @pytest.mark.parametrize("cuda_graphs", [None, False])

@@ -75,7 +75,7 @@ class Scale:
     splits = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)
     tiles = tuple(itertools.product((32, 64, 128), (4, 8), (2, 3, 4, 5)))  # tokens, warps, stages
     # Sequences, new tokens of each, tokens before them.
-    prefills = ((1, 512, 0), (1, 2048, 0), (1, 8192, 0), (4, 2048, 0), (1, 2048, 8192))
+    prefills = ((1, 512, 0), (1, 2048, 0), (1, 8192, 0), (4, 2048, 0), (1, 2048, 8192), (1, 16, 32768))
     long_prefill = 8192
     # Samples, tokens of the prompt that they share, tokens of each besides.
     shared = (

@@ -9,7 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_paged.attention.decode_work import LEAST_SAVED, DecodeWork, Together, WorkKind, read_together, share_out
+from hf_paged.attention.decode_work import (
+    LEAST_SAVED,
+    DecodeWork,
+    Together,
+    WorkKind,
+    read_together,
+    share_out,
+    share_out_queries,
+    spread,
+)
 from hf_paged.attention.lazy import lazy
 from hf_paged.attention.shared_prefix import SharedPrefixes, shared_prefixes
 from hf_paged.core.batch import GroupTables
@@ -68,8 +77,8 @@ class AttentionMetadata:
             self._token_rows = rows = np.repeat(np.arange(len(query_lens)), query_lens)
             self._positions = (seq_lens - query_lens)[rows] + np.arange(len(rows)) - self.host_start_loc[rows]
         self._query_tiles: dict[tuple[int, int, int | None], Tensor] = {}
-        self._exact_work: dict[tuple[int, int, int], DecodeWork] = {}
         self._decode_work: dict[WorkKind, DecodeWork] = {}
+        self._query_work: dict[WorkKind, DecodeWork] = {}
         self._shared_work: dict[tuple[WorkKind, Together], DecodeWork | None] = {}
         self._same_lens: AttentionMetadata | None = None
         self._use(tables)
@@ -96,7 +105,7 @@ class AttentionMetadata:
         for own in ("block_tables", "groups", "prefill_groups", "shared_prefixes", "seq_lens", "query_start_loc"):
             vars(other).pop(own, None)
         other._device, other._same_lens, other._query_tiles = device, None, {}
-        other._exact_work, other._decode_work, other._shared_work = {}, {}, {}
+        other._query_work, other._decode_work, other._shared_work = {}, {}, {}
         other._use(self.host_tables)
         return other
 
@@ -207,39 +216,24 @@ class AttentionMetadata:
             rows = np.arange(first, len(self.host_seq_lens) if end is None else end, dtype=np.int32)
             self._query_tiles[key] = to_device(np.stack([rows, np.zeros_like(rows)], axis=1), self._device)
         if key not in self._query_tiles:
-            sequence, start = _spread(-(-self.host_query_lens[first:end] // tile))
+            sequence, start = spread(-(-self.host_query_lens[first:end] // tile))
             sequence, start = sequence + first, start * tile
             num_read = (self.host_seq_lens - self.host_query_lens)[sequence] + start
             tiles = np.stack([sequence, start], axis=1)[np.argsort(-num_read, kind="stable")]
             self._query_tiles[key] = to_device(tiles.astype(np.int32), self._device)
         return self._query_tiles[key]
 
-    def exact_work(self, tile: int, part: int, window: int) -> DecodeWork:
-        """The new tokens of all sequences, in tiles, and what these read, in parts: cut at multiples of `part` tokens.
-
-        Returns:
-            Items `[I, 5]` int32: a sequence, the first of its new tokens in the tile, the part, where this token's
-            result goes, and of how many parts each of the tile's tokens has one. Split are tokens of the batch.
-        """
-        key = tile, part, window
-        if key not in self._exact_work:
-            lens = self.host_query_lens
-            sequence, first = _spread(-(-lens // tile))
-            first = first * tile
-            position = (self.host_seq_lens - lens)[sequence] + first
-            num_tokens = np.minimum(tile, lens[sequence] - first)
-            first_part = np.maximum(position - window + 1, 0) // part if window else np.zeros_like(position)
-            num_parts = (position + num_tokens - 1) // part + 1 - first_part
-            num_split = np.where(num_parts > 1, num_tokens, 0)
-            start = np.cumsum(num_split * num_parts) - num_split * num_parts
-            own, place = _spread(num_parts)
-            items = sequence[own], first[own], first_part[own] + place, start[own] + place, num_parts[own]
-            own, place = _spread(num_split)
-            token = self.host_start_loc[sequence[own]] + first[own] + place
-            split = np.zeros_like(token), token, start[own] + place * num_parts[own], num_parts[own]
-            lists = [to_device(np.stack(own, axis=1).astype(np.int32), self._device) for own in (items, split)]
-            self._exact_work[key] = DecodeWork(lists[0], lists[1], int((num_split * num_parts).sum()))
-        return self._exact_work[key]
+    def query_work(self, kind: WorkKind) -> DecodeWork:
+        """How the sequences behind the first `num_decodes` are shared out; all, where `kind.part` says how."""
+        if kind not in self._query_work:
+            rows = np.arange(0 if kind.part else self.num_decodes, len(self.host_seq_lens))
+            lens = self.host_query_lens[rows], self.host_seq_lens[rows]
+            items, split = share_out_queries(*lens, self.host_start_loc[rows], rows, kind)
+            both = to_device(np.concatenate([items.reshape(-1, 4), split]), self._device)  # one transfer
+            num_lines = 2 * len(items)
+            work = DecodeWork(both[:num_lines].view(-1, 8), both[num_lines:], int(split[:, 3].sum()))
+            self._query_work[kind] = work
+        return self._query_work[kind]
 
     @lazy
     def groups(self) -> list[PaddedGroup]:
@@ -294,12 +288,6 @@ class AttentionMetadata:
             block_size=self.block_size,
             null_block=self.null_block,
         )
-
-
-def _spread(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of each of so many of each kind: its kind, and its place among those."""
-    kind = np.repeat(np.arange(len(counts)), counts)
-    return kind, np.arange(len(kind)) - (np.cumsum(counts) - counts)[kind]
 
 
 def pad_tables(blocks: np.ndarray, num_blocks: np.ndarray, null_block: int, dtype: type[np.integer]) -> np.ndarray:

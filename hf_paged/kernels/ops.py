@@ -29,8 +29,8 @@ _LIBRARY.define("copy_blocks(Tensor(a!) kv_cache, Tensor sources, Tensor destina
 _LIBRARY.define(
     "paged_attention(Tensor query, Tensor kv_cache, int layer, Tensor block_tables, Tensor seq_lens, "
     "Tensor query_start_loc, Tensor? decode_items, Tensor? split, Tensor? shared_items, Tensor? members, "
-    "int max_parts, Tensor? query_tiles, int query_rows, float scale, int window, float softcap, Tensor? sinks, "
-    "Tensor(a!) partials, int part=0) -> Tensor"
+    "int max_parts, Tensor? query_items, Tensor? query_split, int query_rows, float scale, int window, float softcap, "
+    "Tensor? sinks, Tensor(a!) partials, bool exact=False) -> Tensor"
 )
 _LIBRARY.define(
     "write_latents(Tensor latent, Tensor rotary, Tensor(a!) kv_cache, int layer, Tensor slot_mapping) -> ()"
@@ -67,14 +67,15 @@ def _paged_attention(
     shared_items: Tensor | None,
     members: Tensor | None,
     max_parts: int,
-    query_tiles: Tensor | None,
+    query_items: Tensor | None,
+    query_split: Tensor | None,
     query_rows: int,
     scale: float,
     window: int,
     softcap: float,
     sinks: Tensor | None,
     partials: Tensor,
-    part: int = 0,
+    exact: bool = False,
 ) -> Tensor:
     check_kv_cache(kv_cache)
     _check_layer(kv_cache, layer)
@@ -93,13 +94,10 @@ def _paged_attention(
         if window:
             raise ValueError(f"tokens are read together by layers without a window, this one's is {window}")
         shared.shared_decode(call, shared_items.contiguous(), members.contiguous())
-    if part and decode_items is not None and split is not None:
-        prefill.paged_prefill(call, decode_items.contiguous(), query_rows, part)
-        decode.combine(call, split.contiguous(), call.padded_dim, at_once=1)
-    elif decode_items is not None and split is not None:
+    if decode_items is not None and split is not None:
         decode.paged_decode(call, decode_items.contiguous(), split.contiguous())
-    if query_tiles is not None and query_tiles.shape[0]:
-        prefill.paged_prefill(call, query_tiles.contiguous(), query_rows)
+    if query_items is not None and query_split is not None and query_items.shape[0]:
+        prefill.paged_prefill(call, query_items.contiguous(), query_split.contiguous(), query_rows, exact)
     return output
 
 

@@ -1,19 +1,22 @@
 """Paged attention of sequences with several new tokens: prompts, chunks of prompts behind what the pool holds, drafts.
 
-A program takes one (query tile, kv head): consecutive new tokens of one sequence times all query heads of the kv head,
-as the rows of one matrix tile. New token `t` of a sequence with `c` tokens before this step sits at position `c + t`
-and sees the positions up to its own, in the pool like all others. Tiles come from a table made once a step, the ones
-with the most to read first, so that none starts last and runs long.
+A program takes one (item of `decode_work.py`, kv head): some KV tiles for one query tile, which is consecutive new
+tokens of one sequence times all query heads of the kv head, as the rows of one matrix tile. New token `t` of a sequence
+with `c` tokens before this step sits at position `c + t` and sees the positions up to its own, in the pool like all
+others. Where a query tile has several items (few tokens behind long contexts), each leaves a part for each of its rows,
+combined as in `paged_decode.py`.
 
 Of the KV tiles a program visits, those that all of its tokens see wholly need no mask: they are the middle of three
 loops.
 
 Exact, a token's result has the same bits in any tile: all tiles have one shape and are masked, also those of a single
-new token, and keys are cut into parts at multiples of a number of tokens. A program takes one part, and parts are
-combined one by one. Tiles and parts that a row sees nothing of leave its sums as they are.
+new token, keys are cut into items at multiples of a number of tokens, and parts are combined one by one. Tiles and
+parts that a row sees nothing of leave its sums as they are.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -21,7 +24,7 @@ from torch import Tensor
 
 from hf_paged.kernels.launch import FP8_FORMATS, Device, LayerAttention, Tiling, device_of, next_power_of_two
 from hf_paged.kernels.online_softmax import attend_tiles, start_rows
-from hf_paged.kernels.paged_decode import STATS
+from hf_paged.kernels.paged_decode import COMBINED_AT_ONCE, PROGRAMS_A_PROCESSOR, STATS, combine
 from hf_paged.kernels.tile_ops import LOG2_E
 
 
@@ -34,7 +37,7 @@ def _prefill_kernel(
     block_tables,  # [S, N] int32
     seq_lens,  # [S] int32
     query_start_loc,  # [S + 1] int32
-    query_tiles,  # [tiles, 2] int32: sequence, first of its new tokens; a sequence below 0: nothing to do. Exact: 5
+    items,  # [I, 8] int32: part, sequence, first tile, tiles, new token, items of these; a sequence below 0: nothing
     sinks,  # [H] or None
     layer,
     scale,
@@ -61,13 +64,15 @@ def _prefill_kernel(
     NATIVE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    PART: tl.constexpr,  # tokens of a part, exact; 0: all keys are one
+    EXACT: tl.constexpr,
 ):
-    item = query_tiles + tl.program_id(0) * (5 if PART else 2)
-    sequence = tl.load(item)
+    item = items + tl.program_id(0) * 8
+    sequence = tl.load(item + 1)
     if sequence < 0:
         return
-    first_query = tl.load(item + 1)
+    first_tile = tl.load(item + 2)
+    last_tile = first_tile + tl.load(item + 3)
+    first_query = tl.load(item + 4)
     num_group_tiles: tl.constexpr = (GROUP + GROUP_TILE - 1) // GROUP_TILE
     kv_head = tl.program_id(1) // num_group_tiles
     group_tile = tl.program_id(1) % num_group_tiles
@@ -88,21 +93,12 @@ def _prefill_kernel(
 
     first_position = context + first_query
     last_position = context + last_query
-    last_tile = last_position // TILE + 1
-    # Tiles [first_full, last_full) are seen wholly by all rows.
-    last_full = (first_position + 1) // TILE
+    # Of these tiles, [first_full, last_full) are seen wholly by all rows.
+    first_full = first_tile
     if HAS_WINDOW:
-        first_tile = tl.maximum(first_position - window + 1, 0) // TILE
-        first_full = tl.minimum(tl.cdiv(tl.maximum(last_position - window + 1, 0), TILE), last_tile)
-        last_full = tl.maximum(first_full, last_full)
-    else:
-        first_tile = 0
-        first_full = 0
-    if PART:
-        part = tl.load(item + 2)
-        first_tile = tl.maximum(first_tile, part * (PART // TILE))
-        last_tile = tl.minimum(last_tile, (part + 1) * (PART // TILE))
-        last_full = first_tile
+        all_see = tl.cdiv(tl.maximum(last_position - window + 1, 0), TILE)
+        first_full = tl.minimum(tl.maximum(all_see, first_tile), last_tile)
+    last_full = first_tile if EXACT else tl.maximum(tl.minimum((first_position + 1) // TILE, last_tile), first_full)
 
     token_rows = (start + queries).to(tl.int64)
     query_rows = token_rows * stride_query_token + heads.to(tl.int64) * stride_query_head
@@ -111,12 +107,12 @@ def _prefill_kernel(
     score_scale = scale / softcap if HAS_SOFTCAP else scale * LOG2_E
 
     positions = context + queries
-    if PART and sinks is not None:  # counted once, in the first part that the row sees
-        first_part = tl.maximum(positions - window + 1, 0) // PART if HAS_WINDOW else tl.zeros([M], tl.int32)
-        row_max = tl.where(first_part == part, row_max, float("-inf"))
+    if sinks is not None:  # counted once, with the first tile that the row sees
+        first_seen = tl.maximum(positions - window + 1, 0) // TILE if HAS_WINDOW else tl.zeros([M], tl.int32)
+        row_max = tl.where((first_seen >= first_tile) & (first_seen < last_tile), row_max, float("-inf"))
     key_base = kv_cache + tl.cast(layer, tl.int64) * stride_layer + kv_head * tl.cast(stride_head, tl.int64)
     table = block_tables + sequence.to(tl.int64) * stride_table
-    for stretch in tl.static_range(2 if PART else 0 if HAS_WINDOW else 1, 3):
+    for stretch in tl.static_range(2 if EXACT else 0 if HAS_WINDOW else 1, 3):
         acc, row_max, row_sum = attend_tiles(
             acc,
             row_max,
@@ -144,13 +140,13 @@ def _prefill_kernel(
             stretch != 1,
         )
 
-    num_parts = tl.load(item + 4) if PART else 1
+    num_parts = tl.load(item + 5)
     if num_parts == 1:
         acc = acc / row_sum[:, None]  # every row has seen its own token
         output_rows = (token_rows * NUM_HEADS + heads) * HEAD_DIM
         tl.store(output + output_rows[:, None] + columns[None, :], acc.to(output.dtype.element_ty), mask=stored)
     else:
-        parts = tl.load(item + 3).to(tl.int64) + (queries - first_query) * num_parts
+        parts = tl.load(item).to(tl.int64) + (queries - first_query).to(tl.int64) * num_parts
         partial_rows = (parts * NUM_HEADS + heads) * (HEAD_DIM + STATS)
         tl.store(partials + partial_rows[:, None] + columns[None, :], acc, mask=stored)
         tl.store(partials + partial_rows + HEAD_DIM, row_max, mask=is_real)
@@ -189,33 +185,53 @@ def query_tiling(group: int, rows: int) -> tuple[int, int, int]:
     return rows // group_tile, group_tile, -(-group // group_tile)
 
 
-def plan(query: Tensor, kv_cache: Tensor, max_query_len: int) -> tuple[int, int]:
-    """Rows of a query tile of prompts, for the kernel, and how many new tokens of a sequence these are.
+class Plan(NamedTuple):
+    """How new tokens are attended for.
+
+    Attributes:
+        rows: Of a query tile, for the kernel.
+        queries: How many new tokens of a sequence these are.
+        tokens: Of a KV tile.
+        slots: Items that the device works on at once.
+    """
+
+    rows: int
+    queries: int
+    tokens: int
+    slots: int
+
+
+def plan(query: Tensor, kv_cache: Tensor, max_query_len: int) -> Plan:
+    """How new tokens with these queries `[T, num_heads, head_dim]` are attended for.
 
     Args:
-        query: `[T, num_heads, head_dim]`.
         max_query_len: New tokens of the sequence that has most.
     """
-    padded_dim, group = next_power_of_two(max(16, kv_cache.shape[5])), query.shape[1] // kv_cache.shape[3]
-    device, is_fp8 = device_of(query.device), kv_cache.dtype in FP8_FORMATS
-    rows = tiling(query.element_size(), padded_dim, group, max_query_len, device, is_fp8).rows
-    return rows, query_tiling(group, rows)[0]
+    num_kv_heads, padded_dim = kv_cache.shape[3], next_power_of_two(max(16, kv_cache.shape[5]))
+    group, device, is_fp8 = query.shape[1] // num_kv_heads, device_of(query.device), kv_cache.dtype in FP8_FORMATS
+    itemsize = query.element_size()
+    shape = tiling(itemsize, padded_dim, group, max_query_len, device, is_fp8)
+    tokens = shape.fit(padded_dim, itemsize, kv_cache.element_size(), device).tokens
+    queries, _, num_group_tiles = query_tiling(group, shape.rows)
+    slots = -(-PROGRAMS_A_PROCESSOR * device.num_processors // (num_kv_heads * num_group_tiles))
+    return Plan(shape.rows, queries, tokens, slots)
 
 
-def paged_prefill(call: LayerAttention, query_tiles: Tensor, rows: int, part: int = 0) -> None:
-    """Attends for the sequences whose new tokens are in `query_tiles`.
+def paged_prefill(call: LayerAttention, items: Tensor, split: Tensor, rows: int, exact: bool = False) -> None:
+    """Attends for the new tokens that `items` lists.
 
     Args:
         call: Where everything is.
-        query_tiles: `[tiles, 2]` int32: a sequence, and the first of its new tokens in this tile; below 0: no tile.
-        rows: Rows of a tile: `query_tiles` was made for `query_tiling(group, rows)[0]` tokens a tile.
-        part: Exact, tokens of a part: `query_tiles` are the items of `AttentionMetadata.exact_work`.
+        items: `[I, 8]` int32, of `decode_work.share_out_queries`, in tiles of `plan`'s shape.
+        split: `[N, 4]` int32, of the same; where it is empty, no second kernel is launched.
+        rows: Rows of a query tile: `plan`'s.
+        exact: See above.
     """
     query_tile, group_tile, num_group_tiles = query_tiling(call.group, rows)
     shape = call.fit(tiling(call.query.element_size(), call.padded_dim, 1, rows, call.device, bool(call.fp8_format)))
     if shape.rows < rows:
         raise ValueError(f"a tile has {shape.rows} rows at most for these tensors, got {rows}")
-    _prefill_kernel[(query_tiles.shape[0], call.num_kv_heads * num_group_tiles)](
+    _prefill_kernel[(items.shape[0], call.num_kv_heads * num_group_tiles)](
         call.output,
         call.partials,
         call.query,
@@ -223,7 +239,7 @@ def paged_prefill(call: LayerAttention, query_tiles: Tensor, rows: int, part: in
         call.block_tables,
         call.seq_lens,
         call.query_start_loc,
-        query_tiles,
+        items,
         call.sinks,
         call.layer,
         call.scale,
@@ -234,6 +250,7 @@ def paged_prefill(call: LayerAttention, query_tiles: Tensor, rows: int, part: in
         QUERY_TILE=query_tile,
         M=max(16, next_power_of_two(rows)),
         HAS_WINDOW=call.window > 0,
-        PART=part,
+        EXACT=exact,
         **call.constants(shape),
     )
+    combine(call, split, call.padded_dim, at_once=1 if exact else COMBINED_AT_ONCE)

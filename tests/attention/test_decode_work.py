@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_paged.attention.decode_work import LEAST_TILES, Together, WorkKind, read_together, share_out
+from hf_paged.attention.decode_work import (
+    LEAST_TILES,
+    Together,
+    WorkKind,
+    read_together,
+    share_out,
+    share_out_queries,
+)
 from hf_paged.attention.shared_prefix import SharedPrefixes
 
 LENGTHS = st.integers(0, 300) | st.integers(0, 20_000) | st.sampled_from([0, 1, 63, 64, 65, 1_000_000])
@@ -19,6 +26,8 @@ KINDS = st.builds(
     tile=st.sampled_from([16, 32, 64, 128]),
     slots=st.integers(1, 300),
     window=st.sampled_from([0, 0, 1, 100, 1024, 4096]),
+    queries=st.just(1),
+    part=st.just(0),
 )
 
 
@@ -58,7 +67,7 @@ def check(lens: list[int], kind: WorkKind) -> dict[int, int]:
 def check_share(lens: list[int], kind: WorkKind, counts: dict[int, int]) -> None:
     """No item has much more than its fair share, and only what is longer is split."""
     tiles = [len(tiles_of(length, kind)) for length in lens]
-    share = max(LEAST_TILES, math.ceil(sum(tiles) / kind.slots))
+    share = max(LEAST_TILES, sum(tiles) / kind.slots)
     for row, count in counts.items():
         assert math.ceil(tiles[row] / count) <= 1.5 * share + 1
         assert count == 1 or tiles[row] >= 1.5 * share
@@ -96,7 +105,7 @@ def test_one_long_sequence_among_short_ones(num_short: int, short: int, long: in
 @pytest.mark.parametrize(
     ("lens", "expected"),
     [
-        ([16384], {0: 32}),
+        ([16384], {0: 33}),
         ([16384] * 8, dict.fromkeys(range(8), 4)),
         ([16384] * 14, dict.fromkeys(range(14), 2)),
         ([16384] * 32, dict.fromkeys(range(32), 1)),
@@ -116,6 +125,77 @@ def test_a_window_is_shared_out_by_what_it_sees() -> None:
     full, sliding = WorkKind(64, 33), WorkKind(64, 33, window=4096)
     assert check(lens, full) == {0: 31} | dict.fromkeys(range(1, 8), 1)
     assert check(lens, sliding) == dict.fromkeys(range(8), 4)
+
+
+QUERY_KINDS = st.builds(
+    WorkKind,
+    tile=st.sampled_from([16, 64]),
+    slots=st.integers(1, 300),
+    window=st.sampled_from([0, 0, 1, 100, 4096]),
+    queries=st.sampled_from([1, 2, 5, 16, 32]),
+    part=st.sampled_from([0, 0, 64, 256]),
+)
+
+
+@settings(max_examples=300)
+@given(shapes=st.lists(st.tuples(st.integers(1, 100), LENGTHS), min_size=1, max_size=12), kind=QUERY_KINDS)
+def test_query_tiles_of_any_lengths(shapes: list[tuple[int, int]], kind: WorkKind) -> None:
+    """Each new token's tiles once and in order, its parts side by side in places of their own; all in bounds."""
+    query_lens, contexts = map(np.array, zip(*shapes))
+    starts, rows = np.cumsum(query_lens) - query_lens + 7, np.arange(len(shapes)) + 3
+    items, split = share_out_queries(query_lens, contexts + query_lens, starts, rows, kind)
+    assert items.dtype == split.dtype == np.int32 and items.shape[1:] == (8,) and split.shape[1:] == (4,)
+    runs: dict[tuple[int, int], list[list[int]]] = {}
+    for part, sequence, first, tiles, query, count, *_ in items.tolist():
+        runs.setdefault((sequence, query), []).append([part, first, tiles, count])
+    parts: dict[int, list[int]] = {}  # of each token of the batch
+    for (sequence, query), own in runs.items():
+        row = sequence - 3
+        assert query % kind.queries == 0
+        position = contexts[row] + query
+        num_tokens = min(kind.queries, query_lens[row] - query)
+        seen = tiles_of(position + num_tokens, kind._replace(window=kind.window and kind.window + num_tokens - 1))
+        assert [tile for _, first, tiles, _ in own for tile in range(first, first + tiles)] == list(seen)
+        assert all(count == len(own) for *_, count in own) and [part - own[0][0] for part, *_ in own] == [
+            *range(len(own))
+        ]
+        if kind.part:
+            assert {first * kind.tile % kind.part for _, first, *_ in own[1:]} <= {0}
+            assert all(
+                (first * kind.tile) // kind.part == ((first + n) * kind.tile - 1) // kind.part for _, first, n, _ in own
+            )
+        for token in range(num_tokens if len(own) > 1 else 0):
+            parts[starts[row] + query + token] = [part + token * len(own) for part, *_ in own]
+    assert sorted(runs) == [
+        (row + 3, q) for row, n in enumerate(query_lens.tolist()) for q in range(0, n, kind.queries)
+    ]
+    assert {token: [*range(first, first + count)] for zero, token, first, count in split.tolist() if not zero} == parts
+    assert sorted(part for of in parts.values() for part in of) == [*range(split[:, 3].sum())]
+    if not kind.part:
+        assert len(items) <= kind.max_items(len(runs))
+        assert len(split) <= kind.max_split(len(runs)) and split[:, 3].sum() <= kind.max_parts
+
+
+@settings(max_examples=200)
+@given(num_queries=st.integers(2, 64), context=st.integers(8192, 200_000), group=st.integers(1, 16), data=st.data())
+def test_few_queries_behind_a_long_context_fill_the_device(
+    num_queries: int, context: int, group: int, data: Any
+) -> None:
+    """Two programs for each of 132 processors, or one for each KV tile."""
+    kv_heads, tile = data.draw(st.sampled_from([1, 2, 4, 8, 16])), data.draw(st.sampled_from([32, 64, 128]))
+    slots, rows = -(-264 // kv_heads), data.draw(st.sampled_from([64, 128]))
+    lens = np.array([num_queries]), np.array([context + num_queries])
+    zero = np.zeros(1, dtype=np.int64)
+    items, _ = share_out_queries(*lens, zero, zero, WorkKind(tile, slots, queries=rows // group))
+    assert kv_heads * len(items) >= min(264, kv_heads * (context // tile))
+    assert len(items) <= 4 * slots / 3 and max(items[:, 3]) <= 2 * min(items[:, 3])
+
+
+@pytest.mark.parametrize("shape", [(512, 512), (2048, 2048), (2048, 100_000), (5, 500)])
+def test_query_tiles_that_fill_the_device_or_end_soon_are_whole(shape: tuple[int, int]) -> None:
+    lens, zero = np.array([shape]).T, np.zeros(1, dtype=np.int64)
+    items, split = share_out_queries(*lens, zero, zero, WorkKind(64, 33, queries=32))
+    assert len(items) == -(-shape[0] // 32) and not len(split)
 
 
 TOGETHERS = st.builds(

@@ -201,6 +201,21 @@ def test_decode_work() -> None:
     assert metadata.decode_work(full) is work and metadata.work_kinds == [full, sliding]
 
 
+def test_query_work() -> None:
+    """Work of the other sequences, or of all that are cut at fixed places; made once for all layers of a kind."""
+    metadata = Batch([(1, 4), (3, 400), (1, 7)]).metadata
+    kind = WorkKind(tile=4, slots=3, queries=3)
+    work = metadata.query_work(kind)
+    assert work.items[:3].tolist() == [
+        [part, 1, 34 * part - (part == 2), 34 - (part > 0), 0, 3, 0, 0] for part in range(3)
+    ]
+    assert work.items[3:, 1:6].tolist() == [[2, 0, 2, 0, 1]]
+    assert work.split.tolist() == [[0, 1 + token, 3 * token, 3] for token in range(3)] and work.max_parts == 9
+    assert metadata.query_work(kind) is work and metadata.work_kinds == []
+    exact = metadata.query_work(kind._replace(part=256)).items
+    assert exact[:, 1:6].tolist() == [[1, 0, 64, 0, 2], [1, 64, 36, 0, 2], [2, 0, 2, 0, 1], [0, 0, 1, 0, 1]]
+
+
 def test_what_is_read_together_is_each_groups_own() -> None:
     """Groups of layers have tables of their own: where one's sequences share blocks, another's need not."""
     shared, own = np.arange(24).repeat(2).reshape(24, 2).T, np.arange(48).reshape(2, 24)

@@ -55,8 +55,7 @@ CONTENTS: dict[str, Range] = {
     "slot_mapping": (-1, NUM_BLOCKS * BLOCK_SIZE - 1),
     "seq_lens": (0, LONGEST),
     "query_start_loc": (0, TOKENS),
-    "query_tiles": (-1, TOKENS),
-    "items": (-1, LONGEST // 16),  # sequences, tiles of 16 tokens and more
+    "items": (-1, max(TOKENS, LONGEST // 16)),  # sequences, tiles of 16 tokens and more; new tokens and parts
     "members": (-LONGEST // 16, LONGEST // 16),  # sequences, and parts before the first item's
     "split": (0, LONGEST // 16),
 }
@@ -276,7 +275,7 @@ def launch_all(pool: Tensor, dtype: torch.dtype, window: int) -> None:
     paged_decode.paged_decode(call, on_meta(2 * ROWS, 4), on_meta(ROWS, 4))
     if not window:
         shared_decode.shared_decode(call, on_meta(ROWS, 4), on_meta(ROWS, 4))
-    paged_prefill.paged_prefill(call, on_meta(TOKENS // 32, 2), 128)
+    paged_prefill.paged_prefill(call, on_meta(TOKENS // 32, 8), on_meta(TOKENS, 4), 128)
     if pool.is_contiguous():
         ids = on_meta(1000, dtype=torch.int64)
         copy_blocks.copy_blocks(pool, ids, ids)

@@ -247,7 +247,7 @@ def cut_into(num_splits: int | None) -> AbstractContextManager[Any]:
     """Within it, sequences are cut into so many items, where they have the tiles; `None`: as lengths say."""
     if num_splits is None:
         return nullcontext()
-    return mock.patch.object(decode_work, "_cuts", lambda tiles, slots: np.clip(tiles, 1, num_splits))
+    return mock.patch.object(decode_work, "_cuts", lambda tiles, *_: np.clip(tiles, 1, num_splits))
 
 
 def nan_partials(device: torch.device) -> ops.Partials:
@@ -561,13 +561,17 @@ def test_padding_rows(num_splits: int, has_sinks: bool, device: torch.device) ->
     assert torch.equal(found[others], torch.zeros_like(found[others]))
 
 
-def test_query_tiles_of_no_sequence_are_skipped(device: torch.device) -> None:
-    """They pad the table of tiles; the rows of the output that no tile has are left as they were."""
-    batch = Batch(Case(torch.float16), device, [(5, 40), (20, 33)])
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_query_tiles_of_no_sequence_are_skipped(num_splits: int, device: torch.device) -> None:
+    """They pad the lists; the rows of the output that no tile has are left as they were."""
+    batch = Batch(Case(torch.float16, num_splits=num_splits), device, [(5, 300), (20, 33)])
     given = attention_arguments(batch)
-    none = torch.tensor([[-1, 0]], dtype=torch.int32, device=device)
-    tiles = torch.cat([none, *(piece for tile in given["query_tiles"] for piece in (tile[None], none, none))])
-    changes = {"query": torch.cat([batch.query, torch.ones_like(batch.query[:3])]), "query_tiles": tiles}
+    assert (len(given["query_split"]) > 0) == (num_splits > 1)
+    none = torch.tensor([[0, -1, 0, 0, 0, 0, 0, 0]], dtype=torch.int32, device=device)
+    items = torch.cat([none, *(piece for item in given["query_items"] for piece in (item[None], none, none))])
+    split = torch.cat([given["query_split"], none[:, 2:6]])
+    more = torch.cat([batch.query, torch.ones_like(batch.query[:3])])
+    changes = {"query": more, "query_items": items, "query_split": split}
     with poisoned_outputs():
         found = OPS.paged_attention(*(given | changes).values()).cpu()
     assert batch.error(found[:-3], batch.expected()) <= TOLERANCE[torch.float16]
@@ -666,6 +670,20 @@ def test_items_follow_from_the_lengths(device: torch.device) -> None:
     assert beside.pop(20) > 4 and set(beside.values()) == {1} and len(beside) == 40
 
 
+@pytest.mark.parametrize("num_queries", [2, pytest.param(64, marks=pytest.mark.slow)])
+def test_few_queries_behind_a_long_context(
+    num_queries: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Breaks if they are left to a program for each kv head, or a part of what they see gets lost."""
+    real = launch.Device.of(device)
+    monkeypatch.setattr(launch.Device, "of", staticmethod(lambda _: replace(real, num_processors=132)))
+    case = Case(torch.float16, head_dim=128, group=2, num_kv_heads=2, softcap=30.0, has_sinks=True)
+    batch = Batch(case, device, [(num_queries, 8192 + num_queries)])
+    with counted(prefill, "_prefill_kernel") as launches:
+        assert batch.error(batch.attend(), batch.expected()) <= TOLERANCE[torch.float16]
+    assert math.prod(launches.grids[0]) >= min(264, 2 * 8192 // 64) and launches.count == 1
+
+
 # Exact attention
 
 EXACT_AXES: dict[str, tuple[Any, ...]] = {
@@ -709,6 +727,18 @@ def test_exact(choice: dict[str, Any], device: torch.device, monkeypatch: pytest
         assert same_bits(spans(batch, step, exact=True), expected), name
 
 
+def test_exact_beyond_sixteen_parts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: parts that are combined some at once, for a token's first part depends on its query tile."""
+    monkeypatch.setattr(triton_backend, "EXACT_PART", 16)
+    batch = Batch(Case(head_dim=80, group=1, num_kv_heads=1, window=300, has_sinks=True), device, [(400, 400)])
+    tokens = range(350, 382, 5)
+    one_by_one = [(0, token, token + 1) for token in tokens]
+    for at_once in (1, 16):
+        monkeypatch.setattr(prefill, "combine", lambda *given, at_once, number=at_once: decode.combine(*given, number))
+        together = spans(batch, [(0, 350, 382)], exact=True)[:: tokens.step]
+        assert same_bits(spans(batch, one_by_one, exact=True), together) == (at_once == 1)
+
+
 def test_usually_not_exact(device: torch.device) -> None:
     """Would break: the test above, which would not see what it looks for."""
     batch = Batch(Case(), device, [(EXACT_LENGTH, EXACT_LENGTH)])
@@ -724,10 +754,11 @@ class Launches:
     """Stands in for a kernel and counts its launches."""
 
     def __init__(self, kernel: Any) -> None:
-        self._kernel, self.count = kernel, 0
+        self._kernel, self.count, self.grids = kernel, 0, []
 
     def __getitem__(self, grid: Any) -> Any:
         self.count += 1
+        self.grids.append(grid)
         return self._kernel[grid]
 
 
@@ -1165,7 +1196,7 @@ def test_bad_writes(device: torch.device) -> None:
 def test_bad_attention(device: torch.device) -> None:
     batch = Batch(Case(num_splits=2), device)
     query = batch.query
-    needed = 2 * 4 * (64 + 4)  # items of the one sequence that has more than a tile, heads
+    needed = 2 * 5 * 4 * (64 + 4)  # items of the query tile that reads more than a KV tile, its tokens, heads
     for changes, message in (
         ({"kv_cache": batch.pool[0]}, r"kv_cache must be \[num_blocks, "),
         ({"kv_cache": torch.zeros(4, 2, 2, 2, 16, 512, device=device)}, "head dims up to 256, got 512"),
@@ -1195,7 +1226,7 @@ def test_bad_copies(device: torch.device) -> None:
         ops.copy_blocks(pool, one, one + 1)
 
 
-@pytest.mark.parametrize("name", ["sources", "destinations", "slot_mapping", "query_tiles", "sinks"])
+@pytest.mark.parametrize("name", ["sources", "destinations", "slot_mapping", "query_items", "query_split", "sinks"])
 def test_small_tensors_of_any_strides(name: str, device: torch.device) -> None:
     """What an op is given is used as it is, or refused: not read from other places in memory."""
 

@@ -137,7 +137,7 @@ class TritonStep:
         """Computes `reference.paged_attention` by the kernels, which read no slot that no query may see.
 
         The sequences that the batch begins with and that have one new token each go to the decode kernel, the others
-        to the prefill kernel: one launch for either, one for the combination where sequences were split, and one for
+        to the prefill kernel: one launch for either, one for each one's combination where it was split, and one for
         what decoding sequences share, where that saves enough. If exact, all go to the prefill kernel.
 
         Args:
@@ -157,20 +157,22 @@ class TritonStep:
         ops, kv_cache, metadata = self._ops, self._kv_cache, self._metadata
         window, num_decodes = params.sliding_window or 0, metadata.num_decodes
         work: DecodeWork | None = None
-        query_tiles, rows = None, 0
-        if self._exact:
-            rows, tile = ops.prefill_plan(query, kv_cache, max(1, EXACT_ROWS * kv_cache.shape[3] // query.shape[1]))
-            work, num_decodes = metadata.exact_work(tile, EXACT_PART, window), len(metadata.seq_lens)
-        elif num_decodes:
+        queries: DecodeWork | None = None
+        rows = 0
+        if num_decodes and not self._exact:
             shape, slots = ops.decode_plan(query, kv_cache)
             shares = metadata.shared_prefixes is not None and not window
             plan = ops.shared_plan(query, kv_cache) if shares else None
             together = None if plan is None else Together(*plan)
             work = metadata.decode_work(WorkKind(shape.tokens, slots, window), together)
-        max_parts = work.max_parts if work else 0
-        if num_decodes < metadata.seq_lens.shape[0]:
-            rows, tile = ops.prefill_plan(query, kv_cache, metadata.max_query_len)
-            query_tiles = metadata.query_tiles(tile)
+        if num_decodes < metadata.seq_lens.shape[0] or self._exact:
+            num_tokens = max(1, EXACT_ROWS * kv_cache.shape[3] // query.shape[1])
+            rows, tile, tokens, slots = ops.prefill_plan(
+                query, kv_cache, num_tokens if self._exact else metadata.max_query_len
+            )
+            queries = metadata.query_work(WorkKind(tokens, slots, window, tile, EXACT_PART if self._exact else 0))
+        # One after the other, so their parts are in the same place.
+        max_parts = max(work.max_parts if work else 0, queries.max_parts if queries else 0)
         return torch.ops.hf_paged.paged_attention(
             query,
             kv_cache,
@@ -183,12 +185,13 @@ class TritonStep:
             work.shared_items if work else None,
             work.members if work else None,
             max_parts,
-            query_tiles,
+            queries.items if queries else None,
+            queries.split if queries else None,
             rows,
             params.scale,
             window,
             params.softcap or 0.0,
             params.sinks,
             self._partials.get(ops.partials_size(max_parts, query.shape[1], query.shape[2]), query.device),
-            EXACT_PART if self._exact else 0,
+            self._exact,
         )

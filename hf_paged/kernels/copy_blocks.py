@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_paged.kernels.launch import FUSION
+
 PART = 4096  # words of a program
 
 
@@ -55,5 +57,5 @@ def copy_blocks(kv_cache: Tensor, sources: Tensor, destinations: Tensor) -> None
     words = kv_cache.flatten(1).view(word)
     num_words = num_bytes // word.itemsize
     _copy_blocks_kernel[(sources.numel(), -(-num_words // PART))](
-        words, sources, destinations, num_words, stride, PART=PART, num_warps=8
+        words, sources, destinations, num_words, stride, PART=PART, num_warps=8, **FUSION
     )

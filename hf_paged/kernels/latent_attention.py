@@ -14,7 +14,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_paged.kernels.launch import FP8_FORMATS, Device, LayerAttention, Tiling, codes, device_of, next_power_of_two
+from hf_paged.kernels.launch import (
+    FP8_FORMATS,
+    FUSION,
+    Device,
+    LayerAttention,
+    Tiling,
+    codes,
+    device_of,
+    next_power_of_two,
+)
 from hf_paged.kernels.online_softmax import start_rows
 from hf_paged.kernels.paged_decode import PROGRAMS_A_PROCESSOR, STATS, combine
 from hf_paged.kernels.tile_ops import LOG2_E, dot, dot_add, encode_fp8, load_states, tanh
@@ -81,7 +90,8 @@ def _latent_decode_kernel(
     table = block_tables + sequence.to(tl.int64) * stride_table
     present = tl.minimum(first_tile * TILE + tl.arange(0, TILE), last_position)
     blocks = tl.load(table + present // BLOCK_SIZE)
-    for tile in tl.range(first_tile, last_tile):
+    # As in `attend_tiles`: nothing is hoisted.
+    for tile in tl.range(first_tile, last_tile, disable_licm=True):
         tokens = tile * TILE + tl.arange(0, TILE)
         present = tl.minimum(tokens, last_position)
         next_blocks = tl.load(table + tl.minimum(tokens + TILE, last_position) // BLOCK_SIZE)
@@ -198,6 +208,7 @@ def write_latents(latent: Tensor, rotary: Tensor, kv_cache: Tensor, layer: int, 
         ROWS=rows,
         FORMAT=FP8_FORMATS.get(kv_cache.dtype, ""),
         num_warps=4,
+        **FUSION,
     )
 
 
@@ -249,6 +260,8 @@ def tiling(widths: LatentWidths, device: Device) -> Tiling:
     most = 64 if is_light or widths.padded[0] <= 256 else 32
     rows = max(16, min(most, next_power_of_two(widths.num_heads)))
     tokens, stages = (64, 3) if padded <= 320 else (32, 2 if rows > 32 else 3)
+    if widths.pool_itemsize == 1 and device.shared_memory <= 65_536:  # AMD's: codes are decoded into registers
+        tokens = 16
     is_wide = rows > 16 or widths.pool_itemsize == 1  # what fp8 codes become takes registers
     shape = Tiling(rows, tokens, num_warps=8 if is_wide else 4, num_stages=stages)
     return shape.fit(padded, widths.itemsize, widths.pool_itemsize, device, num_parts=1)
@@ -303,5 +316,6 @@ def latent_decode(call: LayerAttention, items: Tensor, split: Tensor) -> None:
         HAS_SOFTCAP=call.softcap > 0,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
+        **FUSION,
     )
     combine(call, split, padded_latent)

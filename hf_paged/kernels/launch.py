@@ -15,6 +15,9 @@ from torch import Tensor
 
 FP8_FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 MAX_HEAD_DIM = 256
+# With each launch of a kernel: products that are added are one instruction, whatever a release of Triton takes for the
+# default (3.10: not). Where a result's bits are those of separate operations, a launch says False.
+FUSION = {"enable_fp_fusion": True}
 
 
 class Tiling(NamedTuple):
@@ -184,7 +187,7 @@ class LayerAttention:
             "HAS_SOFTCAP": self.softcap > 0,
             "num_warps": shape.num_warps,
             "num_stages": shape.num_stages,
-        }
+        } | FUSION
 
 
 def codes(kv_cache: Tensor) -> Tensor:

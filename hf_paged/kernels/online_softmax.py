@@ -51,7 +51,8 @@ def attend_tiles(
     # tile ahead: what the keys' addresses wait for is there already.
     present = tl.minimum(first_tile * TILE + tl.arange(0, TILE), last_position)
     blocks = tl.load(table + present // BLOCK_SIZE)
-    for tile in tl.range(first_tile, last_tile):
+    # Hoisted, the addresses of all factors in shared memory take registers that wide tiles don't have.
+    for tile in tl.range(first_tile, last_tile, disable_licm=True):
         tokens = tile * TILE + tl.arange(0, TILE)
         present = tl.minimum(tokens, last_position) if MASKED else tokens
         next_present = tl.minimum(tokens + TILE, last_position)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_paged.kernels.launch import LayerAttention, Tiling, device_of, next_power_of_two
+from hf_paged.kernels.launch import FUSION, LayerAttention, Tiling, device_of, next_power_of_two
 from hf_paged.kernels.online_softmax import attend_tiles, start_rows
 from hf_paged.kernels.tile_ops import LOG2_E
 
@@ -241,6 +241,7 @@ def combine(call: LayerAttention, split: Tensor, padded_dim: int, at_once: int =
             D=padded_dim,
             CHUNK=at_once,
             num_warps=4,
+            **FUSION,
         )
 
 

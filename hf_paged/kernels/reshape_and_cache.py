@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_paged.kernels.launch import FP8_FORMATS, codes, next_power_of_two
+from hf_paged.kernels.launch import FP8_FORMATS, FUSION, codes, next_power_of_two
 from hf_paged.kernels.tile_ops import encode_fp8
 
 
@@ -93,4 +93,5 @@ def reshape_and_cache(key: Tensor, value: Tensor, kv_cache: Tensor, layer: int, 
         ROWS=rows,
         FORMAT=FP8_FORMATS.get(kv_cache.dtype, ""),
         num_warps=4,
+        **FUSION,
     )

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_paged.kernels.launch import next_power_of_two
+from hf_paged.kernels.launch import FUSION, next_power_of_two
 from hf_paged.kernels.layers import InputError, LayerKernels
 
 MAX_NORM_DIM = 32768  # a row is one program's
@@ -176,6 +176,7 @@ class TritonLayers(LayerKernels):
                 D=padded,
                 ROWS=rows,
                 num_warps=4 if padded <= 2048 else 8 if padded <= 8192 else 16,
+                **FUSION,
             )
         return output
 
@@ -200,6 +201,7 @@ class TritonLayers(LayerKernels):
                 DIM=dim,
                 TILE=tile,
                 num_warps=4,
+                **FUSION,
             )
         return output
 
@@ -238,6 +240,7 @@ class TritonLayers(LayerKernels):
                 INTERLEAVED=interleaved,
                 ROUNDS=rounds,
                 num_warps=4,
+                **FUSION,
             )
         return rotated
 

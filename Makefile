@@ -15,7 +15,7 @@ SHELL := /bin/bash
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 VENV ?= .venv
 VENV_OLD ?= .venv-5.17
-TRITONS ?= 3.6.0 3.9.0
+TRITONS ?= 3.6.0 3.8.0 3.9.0
 TORCH ?= 2.14.1
 ARGS ?=
 PIP_ARGS ?=
@@ -230,7 +230,7 @@ kernel-census: $(VENV)/.installed-dev ## write benchmarks/kernel_census.jsonl an
 	PYTHONPATH=. $(TEST_ENV) $(PY) benchmarks/kernel_soak.py --write
 
 .PHONY: compile-kernels
-compile-kernels: $(VENV)/.installed-dev $(TRITONS:%=.venv-triton-%/.installed) ## compile that census for three GPUs, by three releases of Triton
+compile-kernels: $(VENV)/.installed-dev $(TRITONS:%=.venv-triton-%/.installed) ## compile that census for five GPUs, and a little for six more, by four releases of Triton; goes on where it was
 	for folder in "" $(TRITONS:%=.venv-triton-%:); do \
 	    PYTHONPATH=$$folder. $(PY) benchmarks/compile_kernels.py --out $(RESULTS) $(ARGS); done
 

@@ -2,20 +2,23 @@
 
 No device is needed: Triton compiles for any target, and the assembler's own report says how many registers a thread
 takes, how many bytes it spills to local memory and how much shared memory a program takes; the code says how wide the
-loads are and which matrix instructions are used. Compiled are those of the census (`kernel_census.py`), or with
-`--table` more than serving launches: all features, dtypes and head dims. What was compiled lies in Triton's cache: run
-again, it takes little.
+loads are and which matrix instructions are used. Compiled are those of the census (`kernel_census.py`), for the targets
+that it was soaked on and by the releases of Triton in `CENSUS_TRITONS`, and for all targets and by any release one or
+two specialisations of each kernel, in bfloat16 (`ONE_EACH`). With `--table` more than serving launches: all features,
+dtypes and head dims. With `--out` each row is kept in a file there as it is found, and not compiled again until its
+kernel changes: what is stopped goes on where it was.
 
     python benchmarks/compile_kernels.py --target sm_90 --out benchmarks/results
     python benchmarks/compile_kernels.py --table --target sm_90 gfx942 --only decode
 
 Of the census, what doesn't compile, spills registers inside a loop, or takes more memory than a program can have, is a
-fault, and the exit status 1.
+fault, and the exit status 1; spills on AMD GPUs other than gfx942 are reported only.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
 import os
@@ -31,7 +34,7 @@ from unittest import mock
 
 import torch
 import triton
-from kernel_census import Census, Specialisation, read, record
+from kernel_census import Census, Specialisation, kernel_of, read, record
 from torch import Tensor
 from tqdm import tqdm
 from triton.backends.compiler import GPUTarget
@@ -47,18 +50,30 @@ from hf_paged.kernels import (
     triton_layers,
 )
 
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_89": GPUTarget("cuda", 89, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
 # Bytes of shared memory that one program may take, from the vendors' programming guides.
-SHARED_MEMORY_LIMIT = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
+SHARED_MEMORY_LIMIT = {
+    "sm_80": 166_912,
+    "sm_86": 101_376,
+    "sm_89": 101_376,
+    "sm_90": 232_448,
+    "sm_100": 232_448,
+    "sm_120": 101_376,
+    "gfx90a": 65_536,
+    "gfx942": 65_536,
+    "gfx950": 163_840,
+    "gfx1100": 65_536,
+    "gfx1201": 65_536,
+}
+TARGETS = {
+    name: GPUTarget("cuda", int(name[3:]), 32)
+    if name[:3] == "sm_"
+    else GPUTarget("hip", name, 32 if name[3] == "1" else 64)
+    for name in SHARED_MEMORY_LIMIT
+}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 POOLS = DTYPES | {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 NUM_BLOCKS = 4096
+TABLE_TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
 MOST = ("registers", "shared_memory", "spilled_bytes", "spills_in_loops")
 
 
@@ -89,7 +104,7 @@ def device_of(target: str) -> launch.Device:
     """What the launchers would read off such a device."""
     return launch.Device(
         num_processors=132,
-        has_native_fp8=target in ("sm_89", "sm_90", "sm_100"),
+        has_native_fp8=target in ("sm_89", "sm_90", "sm_100", "sm_120"),
         shared_memory=SHARED_MEMORY_LIMIT[target],
         reads_shared_factors=target in ("sm_90", "sm_100"),
     )
@@ -158,10 +173,21 @@ def launches(case: Case, target: str) -> list[Specialisation]:
             elif case.kernel == "shared":
                 shared_decode.shared_decode(call, work[:80], work[80:])
             else:
-                paged_prefill.paged_prefill(call, on_meta(64, 2, dtype=torch.int32), case.rows)
+                paged_prefill.paged_prefill(call, work.view(-1, 8), work, case.rows)
     return list(found)
 
 
+# A kernel's usual case, and what is not in the census: 128 heads over latents, as in DeepSeek-V3.
+ONE_EACH = (
+    Case("decode", "bf16", "bf16", 128, 16, 4, "", 16),
+    Case("prefill", "bf16", "bf16", 128, 16, 4, "", 64),
+    Case("shared", "bf16", "bf16", 128, 16, 4, "", 64),
+    Case("latents", "bf16", "bf16", 512, 16, 128, "", 0),
+    Case("latents", "bf16", "e4m3", 512, 16, 128, "", 0),
+    Case("write", "bf16", "bf16", 128, 16, 1, "", 0),
+    Case("layers", "bf16", "bf16", 128, 16, 4, "", 0),
+    Case("copy", "bf16", "bf16", 128, 16, 1, "", 0),
+)
 ALL_FEATURES = "window+softcap+sinks"
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 PAIRS = [(name, name) for name in DTYPES] + [("bf16", "e4m3"), ("fp16", "e5m2")]
@@ -235,13 +261,18 @@ def spills_in_loops(cubin: bytes) -> int:
         file.flush()
         command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
         lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    labels = {match[1]: number for number, line in enumerate(lines) if (match := re.match(r"\s*(\.L_x_\d+):", line))}
+    return inside_loops(lines, r"\s*(\.L_x_\d+):", r"\bBRA\b.*`\((\.L_x_\d+)\)", r"\b(LDL|STL)\b")
+
+
+def inside_loops(lines: list[str], label: str, branch: str, wanted: str) -> int:
+    """Lines like this between a label and a branch back to it."""
+    labels = {match[1]: number for number, line in enumerate(lines) if (match := re.match(label, line))}
     inside: set[int] = set()
     for number, line in enumerate(lines):
-        match = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
-        if match and labels[match[1]] < number:
+        match = re.search(branch, line)
+        if match and labels.get(match[1], number) < number:
             inside.update(range(labels[match[1]], number))
-    return sum(bool(re.search(r"\b(LDL|STL)\b", lines[number])) for number in inside)
+    return sum(bool(re.search(wanted, lines[number])) for number in inside)
 
 
 def instructions(compiled: Any) -> dict[str, int]:
@@ -272,7 +303,9 @@ def measure(key: Specialisation, target: str) -> dict[str, Any]:
         text = compiled.asm["amdgcn"]
         result["registers"] = int(re.findall(r"\.vgpr_count:\s+(\d+)", text)[0])
         result["spilled_bytes"] = 4 * int(re.findall(r"\.vgpr_spill_count:\s+(\d+)", text)[0])
-        result["spills_in_loops"] = result["spilled_bytes"] // 4  # where they are is not looked up
+        spill = r"\bscratch_(load|store)|Folded (Spill|Reload)"
+        where = text.splitlines(), r"(\.LBB\d+_\d+):", r"s_c?branch\w*\s+(\.LBB\d+_\d+)", spill
+        result["spills_in_loops"] = inside_loops(*where) if result["spilled_bytes"] else 0
         widths = re.findall(r"(?:global|buffer)_load_(dwordx4|dwordx2|dword|ushort|ubyte)", text)
         result["instructions"] = {f"load {width}": widths.count(width) for width in sorted(set(widths))} | {
             "mfma": len(re.findall(r"v_mfma", text))
@@ -281,8 +314,10 @@ def measure(key: Specialisation, target: str) -> dict[str, Any]:
 
 
 # By the GPU that it was soaked on: to the launchers sm_100 is sm_90.
-CENSUS_TARGETS = {"sm_80": ("sm_80",), "sm_90": ("sm_90", "sm_100")}
-Job = tuple[dict[str, Any], Specialisation | Case, str]  # what a row says of itself, what is compiled, for which target
+CENSUS_TARGETS = {"sm_80": ("sm_80",), "sm_90": ("sm_90", "sm_100"), "sm_120": ("sm_120",), "gfx942": ("gfx942",)}
+CENSUS_TRITONS = ("3.7", "3.9")  # what CUDA builds of torch 2.11 to 2.14 come with, and the newest
+MAY_SPILL = ("gfx90a", "gfx950", "gfx1100", "gfx1201")
+Job = tuple[dict[str, Any], Specialisation, str]  # what a row says of itself, what is compiled, for which target
 
 
 def of_census(census: Census, targets: Iterable[str]) -> list[Job]:
@@ -295,28 +330,59 @@ def of_census(census: Census, targets: Iterable[str]) -> list[Job]:
     ]
 
 
-def compiled(job: Job) -> list[dict[str, Any]]:
-    """A row for each kernel of a job, with its fault, if it has one."""
-    about, what, target = job
-    rows = []
-    for key in launches(what, target) if isinstance(what, Case) else [what]:
-        row = about | {"kernel": key.name}
-        try:
-            row |= measure(key, target)
-        except Exception as error:  # whatever the compiler raises: the others are compiled all the same
-            rows.append(row | {"fault": f"{type(error).__name__}: {error}: {key}"})
-            continue
-        rows.append(row | {"fault": fault(row, target)})
-    return rows
+def of_cases(given: Iterable[tuple[Case, str]]) -> list[Job]:
+    """What these launch on their targets."""
+    return [
+        (asdict(case) | {"kernel": key.name, "target": target}, key, target)
+        for case, target in given
+        for key in launches(case, target)
+    ]
+
+
+def compiled(job: Job) -> dict[str, Any]:
+    """A row for a job, with its fault, if it has one."""
+    about, key, target = job
+    try:
+        row = about | measure(key, target)
+    except Exception as error:  # whatever the compiler raises: the others are compiled all the same
+        return about | {"fault": f"{type(error).__name__}: {error}: {key}"}
+    return row | {"fault": fault(row, target)}
 
 
 def fault(row: dict[str, Any], target: str) -> str:
     """What is wrong with a kernel; empty: nothing."""
-    if row["spills_in_loops"]:
+    if row["spills_in_loops"] and target not in MAY_SPILL:
         return f"{row['spilled_bytes']} bytes spilled, {row['spills_in_loops']} times in loops"
     if row["shared_memory"] > SHARED_MEMORY_LIMIT[target]:
         return f"{row['shared_memory']} bytes of shared memory"
     return ""
+
+
+class Kept:
+    """Rows of an earlier run, as JSON lines in a file; of kernels that have changed since, none is found."""
+
+    def __init__(self, path: Path | None) -> None:
+        """`path`: the file, which need not exist; `None`: nothing is kept."""
+        self._path = path
+        lines = path.read_text().splitlines() if path and path.exists() else []
+        self._rows: dict[str, dict[str, Any]] = {row.pop("id"): row for row in map(json.loads, lines)}
+
+    @staticmethod
+    def id_of(job: Job) -> str:
+        """Of what decides what comes out."""
+        about, key, target = job
+        parts = triton.__version__, target, key, kernel_of(key.kernel).cache_key, sorted(about.items())
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    def get(self, job: Job) -> dict[str, Any] | None:
+        """Its row, if there is one. Faults are looked into again."""
+        row = self._rows.get(self.id_of(job))
+        return None if row is None or row["fault"] else row
+
+    def add(self, job: Job, row: dict[str, Any]) -> None:
+        if self._path:
+            with self._path.open("a") as file:
+                file.write(json.dumps({"id": self.id_of(job)} | row) + "\n")
 
 
 def table(rows: list[dict[str, Any]], columns: list[str]) -> str:
@@ -343,6 +409,20 @@ def table(rows: list[dict[str, Any]], columns: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def jobs_of(given: argparse.Namespace) -> list[Job]:
+    """What the command line asks for."""
+    if given.table:
+        targets = given.target or TABLE_TARGETS
+        every = [(case, target) for target in targets for case in cases(target)]
+        return of_cases(job for job in every if any(part in job[0].name for part in given.only))
+    targets = given.target or list(TARGETS)
+    jobs = of_cases((case, target) for target in targets for case in ONE_EACH)
+    if triton.__version__.startswith(CENSUS_TRITONS):
+        jobs += of_census(read(), targets)
+    unique = {(key, target): ({"kernel": key.name, "target": target}, key, target) for _, key, target in jobs}
+    return [job for job in unique.values() if any(part in job[0]["kernel"] for part in given.only)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", action="store_true", help="instead of the census")
@@ -351,25 +431,25 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile")
     parser.add_argument("--out", type=Path, help="folder for the table")
     given = parser.parse_args()
+    name, columns = f"compiled_kernels_{triton.__version__}", ["kernel"]
     if given.table:
         name, columns = "kernel_resources", ["kernel", "dtype", "pool", "head_dim"]
-        every = [(asdict(case) | {"target": t}, case, t) for t in given.target or TARGETS for case in cases(t)]
-        jobs: list[Job] = [job for job in every if any(part in job[1].name for part in given.only)]
-    else:
-        name, columns = f"compiled_kernels_{triton.__version__}", ["kernel"]
-        targets = given.target or [target for targets in CENSUS_TARGETS.values() for target in targets]
-        jobs = [job for job in of_census(read(), targets) if any(part in job[0]["kernel"] for part in given.only)]
-    rows: list[dict[str, Any]] = []
+    if given.out:
+        given.out.mkdir(parents=True, exist_ok=True)
+    kept, jobs = Kept(given.out and given.out / f"{name}.jsonl.tmp"), jobs_of(given)
+    found = [kept.get(job) for job in jobs]
+    left = [number for number, row in enumerate(found) if row is None]
     with ProcessPoolExecutor(given.jobs) as pool:
-        for job, found in zip(jobs, tqdm(pool.map(compiled, jobs, chunksize=2), total=len(jobs), mininterval=10)):
-            rows += found
-            for row in found:
-                if row["fault"]:
-                    tqdm.write(f"{row['target']} {row['kernel']}: {row['fault']}: {job[1]}")
+        rows = pool.map(compiled, (jobs[number] for number in left))
+        for number, row in zip(left, tqdm(rows, total=len(left), mininterval=10)):
+            kept.add(jobs[number], row)
+            found[number] = row
+            if row["fault"]:
+                tqdm.write(f"{row['target']} {row['kernel']}: {row['fault']}: {jobs[number][1]}")
+    rows = [row for row in found if row is not None]
     text, faults = table(rows, columns), sum(bool(row["fault"]) for row in rows)
     print(f"{text}\nTriton {triton.__version__}: {len(rows)} kernels compiled, {faults} faults")
     if given.out:
-        given.out.mkdir(parents=True, exist_ok=True)
         Path(given.out, f"{name}.md").write_text(text)
         if given.table:
             text = json.dumps({"triton": triton.__version__, "kernels": rows}).replace("}, {", "},\n{")

@@ -16,17 +16,26 @@ from helpers.models import VOCAB, ragged_batch, random_ids
 from helpers.waiting import join
 
 NEW = 6
+place = "cuda:0"  # where the models are
+
+
+def ragged() -> dict[str, Tensor]:
+    return _ragged(place)
+
+
+def prompts(rows: int, length: int) -> Tensor:
+    return _prompts(rows, length, place)
 
 
 # Made once, by the stock model's call: to bring them to the device waits.
 @cache
-def ragged() -> dict[str, Tensor]:
-    return {name: value.to("cuda") for name, value in ragged_batch((9, 6, 2)).items()}
+def _ragged(device: str) -> dict[str, Tensor]:
+    return {name: value.to(device) for name, value in ragged_batch((9, 6, 2)).items()}
 
 
 @cache
-def prompts(rows: int, length: int) -> Tensor:
-    return random_ids(rows, length, seed=length).to("cuda")
+def _prompts(rows: int, length: int, device: str) -> Tensor:
+    return random_ids(rows, length, seed=length).to(device)
 
 
 class Shift(LogitsProcessor):

@@ -292,3 +292,56 @@ def test_beside_another_thread_that_captures(name: str) -> None:
 
     capture(step)
     assert (errors[0] is None) == (name == "read")
+
+
+# Two devices
+
+
+def test_a_device_is_obeyed() -> None:
+    """Would break: what is asked of one device is another one's, and nobody sees it."""
+    x, other = torch.ones(4, device="cuda:1"), torch.ones(4, device="cuda")
+    assert (x + 1).device == x.device == torch.device("cuda", 1) and other.device.index == 0
+    with torch.cuda.device(1):
+        assert torch.empty(1, device="cuda").device == x.device
+        assert torch.cuda.current_stream().device == x.device and (other + 1).device == other.device
+        with torch.cuda.device(-1):
+            assert torch.cuda.current_device() == 1
+    assert torch.cuda.current_device() == 0
+    stream = torch.cuda.Stream("cuda:1")
+    with torch.cuda.stream(stream):
+        assert torch.cuda.current_device() == 1 and torch.cuda.current_stream() == stream
+        assert torch.cuda.current_stream("cuda:0") == torch.cuda.default_stream("cuda:0")
+    assert torch.cuda.current_stream("cuda:1") == torch.cuda.default_stream("cuda:1")
+    assert torch.equal(x.to("cuda:0"), other) and other.copy_(x).device.index == 0
+    torch.cuda.reset_peak_memory_stats(1)
+    before = torch.cuda.memory_allocated(0), torch.cuda.memory_allocated(1)
+    held = torch.empty(1024, device="cuda:1")
+    assert (torch.cuda.memory_allocated(0), torch.cuda.memory_allocated(1)) == (before[0], before[1] + held.nbytes)
+
+
+WRONG: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "addition": lambda x, y: x + y,
+    "one_number": lambda x, y: x + y[0],
+    "lookup": lambda x, y: x[y.long()],
+    "draw": lambda x, y: torch.rand(3, device="cuda:1", generator=torch.Generator("cuda:0")),
+    "kernel": lambda x, y: _double[(1,)](x, torch.empty_like(x), N=4),
+    "kernel_of_two": lambda x, y: _double[(1,)](y, torch.empty_like(x), N=4),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_wrong_device_raises(name: str) -> None:
+    with pytest.raises(RuntimeError, match="same device|is launched on cuda:0|generator device"):
+        WRONG[name](torch.ones(4, device="cuda:1"), torch.ones(4, device="cuda:0"))
+
+
+def test_one_device_is_not_waited_for_by_waiting_for_the_other() -> None:
+    host, event = torch.zeros(2, pin_memory=True), torch.cuda.Event()
+    host.copy_(torch.ones(2, device="cuda:1"), non_blocking=True)
+    event.record()  # where nothing is
+    event.synchronize()
+    assert host.isnan().all()
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream("cuda:1"))
+    event.synchronize()
+    assert host.tolist() == [1.0, 1.0]

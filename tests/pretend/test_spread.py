@@ -1,4 +1,4 @@
-"""Models that accelerate has spread over two devices, the CPU and the pretended one; and offloaded from that one."""
+"""Models that accelerate has spread over the CPU and a pretended device, or over two of these; and offloaded from one."""
 
 from __future__ import annotations
 
@@ -21,14 +21,19 @@ from helpers.pairs import assert_same, assert_same_cache, new_cache
 SETTINGS = {"block_size": 4, "num_blocks": 64}
 
 
-def alternating(model: Any) -> Any:
+def alternating(model: Any, other: str = "cpu") -> Any:
     """Every second layer on the CPU, which computes there; inputs are wanted on the device."""
     layers = decoder_layers(model)
     name = next(name for name, module in model.named_modules() if module is layers)
-    names = {f"{name}.{index}": "cpu" if index % 2 else "cuda:0" for index in range(len(layers))}
+    names = {f"{name}.{index}": other if index % 2 else "cuda:0" for index in range(len(layers))}
     rest = [name for name, module in model.named_modules() if not list(module.children())]
     names |= {own: "cuda:0" for own in rest if not own.startswith(f"{name}.")}
     return dispatched(model, names)
+
+
+def over_both(model: Any) -> Any:
+    """Every second layer on the other GPU."""
+    return alternating(model, "cuda:1")
 
 
 def inputs_elsewhere(model: Any) -> Any:
@@ -58,7 +63,7 @@ def offloaded(model: Any) -> Any:
     return accelerate.cpu_offload(model, execution_device=torch.device("cuda:0"))
 
 
-WAYS = {way.__name__: way for way in (alternating, inputs_elsewhere, offloaded)}
+WAYS = {way.__name__: way for way in (alternating, over_both, inputs_elsewhere, offloaded)}
 MODES: dict[str, Callable[[Any], Any]] = {
     "greedy": _generate,
     "sampling": lambda model: _generate(model, do_sample=True, top_k=20),
@@ -85,7 +90,7 @@ def spread(name: str, way: str, **settings: Any) -> tuple[Any, Any]:
 def test_mode(way: str, mode: str) -> None:
     """Would break: keys, tables or masks on another device than a layer's."""
     stock, paged = spread("llama", way)
-    if mode == "lookup" and way != "alternating":
+    if mode == "lookup" and way not in ("alternating", "over_both"):
         pytest.skip("stock moves candidates to where the first weight is, which is not where the tokens are")
     if mode == "threads":  # stock's take each other's weights away
         stock = copy.deepcopy(build("llama")).to("cuda")
@@ -94,21 +99,23 @@ def test_mode(way: str, mode: str) -> None:
     paged.paged.check_invariants()
 
 
+@pytest.mark.parametrize("way", ["alternating", "over_both"])
 @pytest.mark.parametrize("name", ["gemma2", "gpt2", "mixtral", "bloom", "deepseek_v3"])
-def test_model(name: str) -> None:
+def test_model(name: str, way: str) -> None:
     """Would break: groups of layers with windows, which differ from device to device; the padded layout."""
-    stock, paged = spread(name, "alternating", block_size=3)
+    stock, paged = spread(name, way, block_size=3)
     for mode in (_generate, _twice):
         assert_same(mode(stock), mode(paged))
 
 
+@pytest.mark.parametrize("way", ["alternating", "over_both"])
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_preemption(preemption: str) -> None:
+def test_preemption(preemption: str, way: str) -> None:
     """Would break: blocks that are swapped, or copied, on one of the devices only."""
-    stock, paged = spread("gemma2", "alternating", num_blocks=18, preemption=preemption)
+    stock, paged = spread("gemma2", way, num_blocks=18, preemption=preemption)
     assert_same(_crowd(stock), _crowd(paged))
     assert paged.paged.stats().num_preemptions > 0
-    stock, paged = spread("llama", "alternating", num_blocks=11, preemption=preemption)
+    stock, paged = spread("llama", way, num_blocks=11, preemption=preemption)
     assert_same(_crowd(stock), _crowd(paged))
     assert paged.paged.stats().num_preemptions > 0
 

@@ -1,4 +1,4 @@
-"""A CUDA device that isn't there: `install()`, and everything that says `cuda:0` runs on the CPU and is watched.
+"""Two CUDA devices that aren't there: `install()`, and all that says `cuda` runs on the CPU and is watched.
 
 Tensors, dispatch, memory, pinned copies, streams, events, generators and graphs are `device.cpp`'s; here is what torch
 does in Python (`torch.cuda`), how Triton's interpreter is given device tensors, and the ledger of what was seen:
@@ -10,7 +10,8 @@ does in Python (`torch.cuda`), how Triton's interpreter is given device tensors,
 It is a process's own: install it before anything asks whether there is a GPU, and in no process that tests the CPU.
 Of a real device it lacks arithmetic (the CPU's instead), time, a limit of memory but `memory_limit`'s, and order: what
 streams do concurrently there, happens here in the order of the calls. Of races it sees copies read or overwritten
-before they were waited for, and graphs that read what an earlier replay left or memory that has been freed.
+before they were waited for (on their device), and graphs that read what an earlier replay left or memory that has been
+freed. A kernel of Triton's that is launched while another device than its tensors' is the current one raises.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -188,12 +189,12 @@ memory = Memory()
 
 @contextmanager
 def memory_limit(num_bytes: int) -> Iterator[None]:
-    """Within it the device runs out of memory where it would use more than so many bytes beyond those in use now."""
-    torch.ops.pretend_cuda.set_limit(torch.ops.pretend_cuda.allocated() + num_bytes)
+    """Within it `cuda:0` runs out of memory where it would use more than so many bytes beyond those in use now."""
+    torch.ops.pretend_cuda.set_limit(torch.ops.pretend_cuda.allocated(0) + num_bytes, 0)
     try:
         yield
     finally:
-        torch.ops.pretend_cuda.set_limit(0)
+        torch.ops.pretend_cuda.set_limit(0, 0)
 
 
 # -------------------------------------------------------------------------------------------------------------- graphs
@@ -320,7 +321,10 @@ def _take_device_tensors() -> None:
             return own_call(self, *args, **named)
         if not all(tensor.is_cuda for tensor in tensors):
             raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
-        name = self.fn.__name__
+        name, device = self.fn.__name__, torch.cuda.current_device()
+        if any(tensor.device.index != device for tensor in tensors):
+            places = sorted({str(tensor.device) for tensor in tensors})
+            raise RuntimeError(f"{name} of {', '.join(places)} is launched on cuda:{device}")
         key = (name, *(value.dtype if isinstance(value, Tensor) else type(value) for value in args), *_constants(named))
         if key not in _compiled:
             note("compile", name)
@@ -357,7 +361,7 @@ class Stream(torch.Stream):
     def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any) -> Stream:
         if "stream_id" in kwargs:
             return super().__new__(cls, **kwargs)
-        return super().__new__(cls, device="cuda:0")
+        return super().__new__(cls, device=f"cuda:{_index(device)}")
 
     @property
     def cuda_stream(self) -> int:
@@ -365,39 +369,64 @@ class Stream(torch.Stream):
 
 
 def _stream(stream: Any) -> Stream:
-    return Stream(stream_id=stream.stream_id, device_index=0, device_type=1)
+    return Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=1)
+
+
+def _index(device: Any = None) -> int:
+    """The number of a device, as `torch.cuda` takes one; `None`: the current one's."""
+    if isinstance(device, int):
+        return device
+    index = None if device is None else torch.device(device).index
+    return torch.ops.pretend_cuda.current_device() if index is None else index
 
 
 class _StreamContext:
+    """A stream's device is the current one within it."""
+
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
     def __enter__(self) -> None:
         if self._stream is not None:
-            self._before = torch.cuda.current_stream()
+            self._device = torch.cuda.current_device()
+            self._before = torch.cuda.current_stream(self._stream.device)
             torch.accelerator.set_stream(self._stream)
 
     def __exit__(self, *exc: object) -> None:
         if self._stream is not None:
             torch.accelerator.set_stream(self._before)
+            torch.cuda.set_device(self._device)
 
 
 def _event(enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
     return torch.Event(device="cuda:0", enable_timing=enable_timing, blocking=blocking)
 
 
-class _OnDevice(nullcontext[None]):
-    """In the place of `torch.cuda.device`: there is one."""
+class _OnDevice:
+    """In the place of `torch.cuda.device`. A number below 0 is none."""
 
     def __init__(self, device: Any = None) -> None:
-        super().__init__()
+        self._index = _index(device)
+
+    def __enter__(self) -> None:
+        self._before = torch.cuda.current_device()
+        if self._index >= 0:
+            torch.cuda.set_device(self._index)
+
+    def __exit__(self, *exc: object) -> None:
+        torch.cuda.set_device(self._before)
+
+
+class _OnDeviceOf(_OnDevice):
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(tensor.device if tensor.is_cuda else -1)
 
 
 _installed = False
 
 
 def install() -> None:
-    """Makes this process one with a CUDA device. It stays so.
+    """Makes this process one with two CUDA devices. It stays so.
 
     Raises:
         RuntimeError: Torch has CUDA of its own here.
@@ -409,7 +438,8 @@ def install() -> None:
         raise RuntimeError("this build of torch has a device of its own; the pretended one needs a build for CPU")
     torch.ops.load_library(str(_library()))
     torch.ops.pretend_cuda.watch(ctypes.cast(_callback, ctypes.c_void_p).value)
-    generator = torch.ops.pretend_cuda.default_generator()
+    own = torch.ops.pretend_cuda
+    generators = own.default_generator(0), own.default_generator(1)
     properties = SimpleNamespace(
         name="pretended",
         major=9,
@@ -426,20 +456,20 @@ def install() -> None:
         "is_initialized": lambda: True,
         "is_bf16_supported": lambda *_, **__: True,
         "_is_in_bad_fork": lambda: False,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "set_device": lambda device: None,
+        "device_count": lambda: len(generators),
+        "current_device": lambda: own.current_device(),
+        "set_device": lambda device: own.set_device(_index(device)),
         "device": _OnDevice,
-        "device_of": _OnDevice,
-        "default_generators": (generator,),
+        "device_of": _OnDeviceOf,
+        "default_generators": generators,
         "Stream": Stream,
         "Event": _event,
         "stream": _StreamContext,
         "StreamContext": _StreamContext,
         "set_stream": torch.accelerator.set_stream,
-        "current_stream": lambda device=None: _stream(torch.accelerator.current_stream("cuda:0")),
-        "default_stream": lambda device=None: Stream(stream_id=0, device_index=0, device_type=1),
-        "synchronize": lambda device=None: torch.accelerator.synchronize("cuda:0"),
+        "current_stream": lambda device=None: _stream(torch.accelerator.current_stream(_index(device))),
+        "default_stream": lambda device=None: Stream(stream_id=0, device_index=_index(device), device_type=1),
+        "synchronize": lambda device=None: torch.accelerator.synchronize(_index(device)),
         "CUDAGraph": Graph,
         "graph_pool_handle": lambda: (0, next(_pools)),
         "is_current_stream_capturing": lambda: torch.ops.pretend_cuda.is_capturing(),
@@ -447,17 +477,17 @@ def install() -> None:
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_name": lambda device=None: "pretended",
         "mem_get_info": lambda device=None: (memory.free, memory.total),
-        "memory_allocated": lambda device=None: torch.ops.pretend_cuda.allocated(),
-        "memory_reserved": lambda device=None: torch.ops.pretend_cuda.allocated(),
-        "max_memory_allocated": lambda device=None: torch.ops.pretend_cuda.peak_allocated(),
-        "reset_peak_memory_stats": lambda device=None: torch.ops.pretend_cuda.reset_peak(),
+        "memory_allocated": lambda device=None: own.allocated(_index(device)),
+        "memory_reserved": lambda device=None: own.allocated(_index(device)),
+        "max_memory_allocated": lambda device=None: own.peak_allocated(_index(device)),
+        "reset_peak_memory_stats": lambda device=None: own.reset_peak(_index(device)),
         "empty_cache": lambda: None,
         "set_sync_debug_mode": _set_sync_debug_mode,
         "get_sync_debug_mode": lambda: _sync_mode[0],
-        "get_rng_state": lambda device="cuda": generator.get_state(),
-        "set_rng_state": lambda state, device="cuda": generator.set_state(state),
-        "get_rng_state_all": lambda: [generator.get_state()],
-        "set_rng_state_all": lambda states: generator.set_state(states[0]),
+        "get_rng_state": lambda device="cuda": generators[_index(device)].get_state(),
+        "set_rng_state": lambda state, device="cuda": generators[_index(device)].set_state(state),
+        "get_rng_state_all": lambda: [generator.get_state() for generator in generators],
+        "set_rng_state_all": lambda states: [each.set_state(state) for each, state in zip(generators, states, strict=True)],
     }
     for module in (torch.cuda, torch.cuda.random):  # which has imported some
         for name, value in replaced.items():
@@ -473,7 +503,7 @@ def install() -> None:
 
 def _clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """A CPU build can't make a CUDA storage but through a tensor."""
-    return torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage).clone().untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).clone().untyped_storage()
 
 
 _pools = iter(range(1, 2**31))

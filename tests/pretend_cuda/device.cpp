@@ -1,8 +1,9 @@
-// torch's CUDA device over host memory: tensors say `cuda:0`, every operation on them runs on the CPU and is watched.
+// Two CUDA devices over host memory: tensors say `cuda:0` or `cuda:1`, every operation on them runs on the CPU and is
+// watched.
 //
 // A build of torch without CUDA has no kernels under its CUDA dispatch key. One boxed fallback there takes every
-// operation: it looks at the arguments as CPU tensors over the same memory, calls the CPU kernel, and says `cuda:0` of
-// what came out. What only a device does is added: copies that wait, pinned memory, a generator of its own, and graphs,
+// operation: it looks at the arguments as CPU tensors over the same memory, calls the CPU kernel, and says where they are
+// of what came out. What only a device does is added: copies that wait, pinned memory, a generator of its own, and graphs,
 // which are the recorded operations, run again over the same memory. What is seen is told to Python (`Watch` below).
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -33,7 +34,24 @@ using c10::OperatorHandle;
 using at::Tensor;
 using torch::jit::Stack;
 
-const Device kDevice(DeviceType::CUDA, 0);
+constexpr int kNumDevices = 2;
+thread_local c10::DeviceIndex current_device = 0;
+thread_local int64_t current_streams[kNumDevices] = {};
+
+int index_of(Device device) { return device.has_index() ? device.index() : current_device; }
+Device cuda(int index) { return Device(DeviceType::CUDA, static_cast<c10::DeviceIndex>(index)); }
+
+void set_device(int index) {
+  TORCH_CHECK(index >= 0 && index < kNumDevices, "CUDA error: invalid device ordinal ", index);
+  current_device = static_cast<c10::DeviceIndex>(index);
+}
+
+// Within it another device is the current one, as of torch's own operations, which take that of their tensors.
+struct OnDevice {
+  explicit OnDevice(int index) : before(current_device) { set_device(index); }
+  ~OnDevice() { current_device = before; }
+  const c10::DeviceIndex before;
+};
 
 // ------------------------------------------------------------------------------------------------ what Python is told
 
@@ -43,9 +61,8 @@ const Device kDevice(DeviceType::CUDA, 0);
 // called on the thread that runs the operation; if it returns other than 0, the operation fails.
 using Watch = int (*)(const char* kind, const char* detail, int64_t stream);
 std::atomic<Watch> watch{nullptr};
-thread_local int64_t current_stream = 0;
 
-void tell(const char* kind, const std::string& detail, int64_t stream = current_stream) {
+void tell(const char* kind, const std::string& detail, int64_t stream = current_streams[current_device]) {
   Watch function = watch.load();
   if (function != nullptr && function(kind, detail.c_str(), stream) != 0)
     TORCH_CHECK(false, "called a synchronizing CUDA operation (", detail, ")");
@@ -55,27 +72,30 @@ void tell(const char* kind, const std::string& detail, int64_t stream = current_
 
 constexpr unsigned char kPoison = 0xFF;  // NaN in every floating dtype, -1 in every integer one
 
-// Bytes in use, most ever in use, and the most there may be (0: any number). A graph's memory is never used again for
-// another piece of it, as torch's allocator would.
-std::atomic<int64_t> allocated{0}, peak_allocated{0}, limit{0};
+// Of a device: bytes in use, most ever in use, and the most there may be (0: any number). A graph's memory is never used
+// again for another piece of it, as torch's allocator would.
+struct Memory {
+  std::atomic<int64_t> allocated{0}, peak{0}, limit{0};
+} memories[kNumDevices];
 
 // Memory that device tensors share; it outlives the storages over it where a graph or a host alias still needs it.
 struct Block {
-  explicit Block(size_t bytes = 0) : size(bytes) {
-    const int64_t most = limit.load(), now = allocated += static_cast<int64_t>(bytes);
+  explicit Block(size_t bytes = 0, int device = 0) : size(bytes), memory(memories[device]) {
+    const int64_t most = memory.limit.load(), now = memory.allocated += static_cast<int64_t>(bytes);
     if (most != 0 && now > most && bytes > 0) {
-      allocated -= static_cast<int64_t>(bytes);
+      memory.allocated -= static_cast<int64_t>(bytes);
       TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory (pretended): ", bytes, " bytes of ", most);
     }
-    for (int64_t peak = peak_allocated.load(); now > peak && !peak_allocated.compare_exchange_weak(peak, now);) {
+    for (int64_t peak = memory.peak.load(); now > peak && !memory.peak.compare_exchange_weak(peak, now);) {
     }
   }
   ~Block() {
-    allocated -= static_cast<int64_t>(size);
+    memory.allocated -= static_cast<int64_t>(size);
     if (!owner && data != nullptr) std::free(data);
   }
   void* data = nullptr;
   const size_t size;
+  Memory& memory;
   Storage owner;  // of what a CPU kernel allocated
 };
 using BlockRef = std::shared_ptr<Block>;
@@ -104,14 +124,14 @@ void remember(const BlockRef& block);  // as memory of the graph that is being c
 
 struct DeviceAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
-    auto block = std::make_shared<Block>(size);
+    auto block = std::make_shared<Block>(size, current_device);
     if (size > 0) {
       block->data = std::aligned_alloc(512, (size + 511) / 512 * 512);
       TORCH_CHECK_WITH(OutOfMemoryError, block->data != nullptr, "CUDA out of memory (pretended).");
       std::memset(block->data, kPoison, size);
     }
     remember(block);
-    return data_of(std::move(block), kDevice);
+    return data_of(std::move(block), cuda(current_device));
   }
   void copy_data(void* to, const void* from, size_t size) const override { std::memcpy(to, from, size); }
 };
@@ -149,8 +169,8 @@ bool is_pinned_pointer(const void* pointer) {
 
 // The CPU's, under another name: the same seed draws the same numbers on both.
 struct DeviceGenerator final : c10::GeneratorImpl {
-  explicit DeviceGenerator(at::Generator own)
-      : c10::GeneratorImpl(kDevice, DispatchKeySet(DispatchKey::CUDA)), host(std::move(own)) {}
+  DeviceGenerator(at::Generator own, int index)
+      : c10::GeneratorImpl(cuda(index), DispatchKeySet(DispatchKey::CUDA)), host(std::move(own)) {}
   void set_current_seed(uint64_t seed) override { host.set_current_seed(seed); }
   void set_offset(uint64_t offset) override { host.set_offset(offset); }
   uint64_t get_offset() const override { return host.get_offset(); }
@@ -158,18 +178,18 @@ struct DeviceGenerator final : c10::GeneratorImpl {
   uint64_t seed() override { return host.seed(); }
   void set_state(const c10::TensorImpl& state) override { host.unsafeGetGeneratorImpl()->set_state(state); }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return host.unsafeGetGeneratorImpl()->get_state(); }
-  DeviceGenerator* clone_impl() const override { return new DeviceGenerator(host.clone()); }
+  DeviceGenerator* clone_impl() const override { return new DeviceGenerator(host.clone(), device().index()); }
 
   at::Generator host;
 };
 
-at::Generator new_generator() {
-  return at::make_generator<DeviceGenerator>(at::detail::createCPUGenerator());
+at::Generator new_generator(int index) {
+  return at::make_generator<DeviceGenerator>(at::detail::createCPUGenerator(), index);
 }
 
-const at::Generator& default_generator() {
-  static at::Generator own = new_generator();
-  return own;
+const at::Generator& default_generator(int index) {
+  static at::Generator own[kNumDevices] = {new_generator(0), new_generator(1)};
+  return own[index];
 }
 
 // ----------------------------------------------------------------------------------------------------- torch's own hooks
@@ -180,28 +200,37 @@ struct Hooks final : at::CUDAHooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  c10::DeviceIndex deviceCount() const override { return 1; }
-  int getNumGPUs() const override { return 1; }
-  c10::DeviceIndex current_device() const override { return 0; }
-  c10::DeviceIndex getCurrentDevice() const override { return 0; }
-  void setCurrentDevice(c10::DeviceIndex) const override {}
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
+  c10::DeviceIndex deviceCount() const override { return kNumDevices; }
+  int getNumGPUs() const override { return kNumDevices; }
+  c10::DeviceIndex current_device() const override { return ::current_device; }
+  c10::DeviceIndex getCurrentDevice() const override { return ::current_device; }
+  void setCurrentDevice(c10::DeviceIndex index) const override { set_device(index); }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
+    const auto before = ::current_device;
+    set_device(index);
+    return before;
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override { return exchangeDevice(index); }
   bool isPinnedPtr(const void* data) const override { return is_pinned_pointer(data); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
   c10::Allocator* getCUDADeviceAllocator() const override { return &device_allocator; }
-  Device getDeviceFromPtr(void*) const override { return kDevice; }
-  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return default_generator(); }
-  at::Generator getNewGenerator(c10::DeviceIndex) const override { return new_generator(); }
+  Device getDeviceFromPtr(void*) const override { return cuda(::current_device); }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override {
+    return default_generator(index < 0 ? ::current_device : index);
+  }
+  at::Generator getNewGenerator(c10::DeviceIndex index) const override {
+    return new_generator(index < 0 ? ::current_device : index);
+  }
 };
 
 // ------------------------------------------------------------------------------------------- copies that are on their way
 
 // A copy to the host arrives when the host has waited for it; until then its destination holds poison. Of a copy from
 // pinned memory, that memory must be as it was until then. Waiting for a moment of one stream is taken as waiting for
-// what all streams began before: it finds less, and what it finds is true.
+// what all streams of its device began before: it finds less, and what it finds is true.
 struct OnItsWay {
   int64_t number;
+  int device;
   std::string name;
   Tensor content;
   Tensor destination;                                           // of one to the host
@@ -212,11 +241,14 @@ std::mutex way_lock;
 std::vector<OnItsWay> on_their_way;
 std::atomic<int64_t> moment{0};
 
-void arrive(int64_t until) {
+// Of a device, or (-1) of all.
+void arrive(int64_t until, int device) {
   std::vector<OnItsWay> arrived;
   {
     std::lock_guard<std::mutex> guard(way_lock);
-    auto rest = std::stable_partition(on_their_way.begin(), on_their_way.end(), [&](const auto& one) { return one.number <= until; });
+    auto rest = std::stable_partition(on_their_way.begin(), on_their_way.end(), [&](const auto& one) {
+      return one.number <= until && (device == -1 || one.device == device);
+    });
     std::move(on_their_way.begin(), rest, std::back_inserter(arrived));
     on_their_way.erase(on_their_way.begin(), rest);
   }
@@ -233,36 +265,46 @@ void arrive(int64_t until) {
 
 struct Event {
   int64_t stream, number;
+  int device;
   std::chrono::steady_clock::time_point time;
 };
 
 std::atomic<int64_t> num_streams{1};
 
-void sync(const std::string& what, int64_t stream = current_stream);
+void sync(const std::string& what, int64_t stream = current_streams[current_device], int device = current_device);
 void refuse_in_capture(const std::string& what);
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
-  static c10::Stream stream(int64_t id) { return c10::Stream(c10::Stream::UNSAFE, kDevice, id); }
+  static c10::Stream stream(int64_t id, int device) { return c10::Stream(c10::Stream::UNSAFE, cuda(device), id); }
   DeviceType type() const override { return DeviceType::CUDA; }
-  Device exchangeDevice(Device) const override { return kDevice; }
-  Device getDevice() const override { return kDevice; }
-  void setDevice(Device) const override {}
-  void uncheckedSetDevice(Device) const noexcept override {}
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
-  c10::Stream getStream(Device) const override { return stream(current_stream); }
-  c10::Stream getDefaultStream(Device) const override { return stream(0); }
-  c10::Stream getNewStream(Device, int) const override { return stream(num_streams++); }
-  c10::Stream exchangeStream(c10::Stream other) const override { return stream(std::exchange(current_stream, other.id())); }
+  Device exchangeDevice(Device device) const override {
+    const auto before = current_device;
+    set_device(index_of(device));
+    return cuda(before);
+  }
+  Device getDevice() const override { return cuda(current_device); }
+  void setDevice(Device device) const override { set_device(index_of(device)); }
+  void uncheckedSetDevice(Device device) const noexcept override { current_device = static_cast<c10::DeviceIndex>(index_of(device)); }
+  c10::DeviceIndex deviceCount() const noexcept override { return kNumDevices; }
+  c10::Stream getStream(Device device) const override { return stream(current_streams[index_of(device)], index_of(device)); }
+  c10::Stream getDefaultStream(Device device) const override { return stream(0, index_of(device)); }
+  c10::Stream getNewStream(Device device, int) const override { return stream(num_streams++, index_of(device)); }
+  c10::Stream exchangeStream(c10::Stream other) const override {
+    const int device = other.device_index();
+    return stream(std::exchange(current_streams[device], other.id()), device);
+  }
   bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream& other) const override { sync("stream.synchronize()", other.id()); }
-  void synchronizeDevice(c10::DeviceIndex) const override { sync("torch.cuda.synchronize()", -1); }
+  void synchronizeStream(const c10::Stream& other) const override {
+    sync("stream.synchronize()", other.id(), other.device_index());
+  }
+  void synchronizeDevice(c10::DeviceIndex index) const override { sync("torch.cuda.synchronize()", -1, index); }
   void record(void** event, const c10::Stream& other, const c10::DeviceIndex, const c10::EventFlag) const override {
     if (*event == nullptr) *event = new Event;
-    *static_cast<Event*>(*event) = {other.id(), moment.load(), std::chrono::steady_clock::now()};
+    *static_cast<Event*>(*event) = {other.id(), moment.load(), other.device_index(), std::chrono::steady_clock::now()};
   }
   void block(void*, const c10::Stream&) const override {}
   bool queryEvent(void* event) const override {
-    arrive(static_cast<Event*>(event)->number);
+    arrive(static_cast<Event*>(event)->number, static_cast<Event*>(event)->device);
     return true;
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
@@ -270,7 +312,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     const auto& own = *static_cast<Event*>(event);
     tell("wait", "event.synchronize()", own.stream);
     refuse_in_capture("event.synchronize()");
-    arrive(own.number);
+    arrive(own.number, own.device);
   }
   double elapsedTime(void* first, void* last, const c10::DeviceIndex) const override {
     const auto time = static_cast<Event*>(last)->time - static_cast<Event*>(first)->time;
@@ -320,12 +362,12 @@ void refuse_in_capture(const std::string& what) {
 }
 
 // What holds the host until the device is there; stream -1: all of it.
-void sync(const std::string& what, int64_t stream) {
+void sync(const std::string& what, int64_t stream, int device) {
   tell("sync", what, stream);
   refuse_in_capture(what);
   TORCH_CHECK(stream != -1 || num_capturing.load() == 0, "CUDA error: operation not permitted when stream is capturing: ",
               what, " beside another thread's capture");
-  arrive(moment.load());
+  arrive(moment.load(), device);
 }
 
 // ------------------------------------------------------------------------------------------------------ device <-> host
@@ -342,12 +384,12 @@ Tensor host_alias(const Tensor& tensor) {
   return alias;
 }
 
-Storage device_storage(const Storage& own) {
-  auto block = std::make_shared<Block>(own.nbytes());
+Storage device_storage(const Storage& own, int device) {
+  auto block = std::make_shared<Block>(own.nbytes(), device);
   block->data = own.mutable_data();
   block->owner = own;
   remember(block);
-  return Storage(Storage::use_byte_size_t(), own.nbytes(), data_of(block, kDevice), &device_allocator, true);
+  return Storage(Storage::use_byte_size_t(), own.nbytes(), data_of(block, cuda(device)), &device_allocator, true);
 }
 
 // With the keys of what it is a view of, if it is one: in inference mode, too, a view of an ordinary tensor is ordinary.
@@ -431,14 +473,14 @@ bool copy(const Tensor& destination, const Tensor& source, bool non_blocking, co
   at::AutoDispatchBelowADInplaceOrView below;
   if (to_device) {
     if (!source.is_contiguous()) return false;
-    OnItsWay one{++moment, name, source.clone(), {}, {}, static_cast<const char*>(source.const_data_ptr())};
+    OnItsWay one{++moment, destination.device().index(), name, source.clone(), {}, {}, static_cast<const char*>(source.const_data_ptr())};
     one.source = c10::weak_intrusive_ptr<StorageImpl>(
         c10::intrusive_ptr<StorageImpl>::reclaim_copy(source.storage().unsafeGetStorageImpl()));
     std::lock_guard<std::mutex> guard(way_lock);
     on_their_way.push_back(std::move(one));
     return false;
   }
-  OnItsWay one{++moment, name, at::empty_like(destination), destination};
+  OnItsWay one{++moment, source.device().index(), name, at::empty_like(destination), destination};
   one.content.copy_(host_alias(source));
   std::memset(destination.mutable_data_ptr(), kPoison, destination.is_contiguous() ? destination.nbytes() : 0);
   std::lock_guard<std::mutex> guard(way_lock);
@@ -459,6 +501,7 @@ void run(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
 
   // What the arguments say.
   bool any_device = false, any_host = false;
+  int where = -1, elsewhere = -1;  // the first tensor's device, and another one's
   struct Pair {
     Tensor device, host;
   };
@@ -472,12 +515,22 @@ void run(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
         return false;
       }
       any_device = true;
+      const int device = tensor.device().index();
+      if (where == -1) where = device;
+      if (device != where) elsewhere = device;
       return false;
     });
     if (value.isDevice() && value.toDevice().is_cuda()) any_device = true;
   }
+  TORCH_CHECK(elsewhere == -1 || name == "aten::copy_", "Expected all tensors to be on the same device, but found at least "
+              "two devices, cuda:", where, " and cuda:", elsewhere, "! (when checking arguments of ", name, ")");
+  for (const auto index : c10::irange(count)) {
+    const IValue& value = (*stack)[stack->size() - count + index];
+    if (value.isDevice() && value.toDevice().is_cuda()) where = index_of(value.toDevice());
+  }
+  OnDevice on_device(where == -1 ? current_device : where);
   TORCH_CHECK(!(any_device && any_host) || takes_host_tensors(name),
-              "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! (when "
+              "Expected all tensors to be on the same device, but found at least two devices, cuda and cpu! (when "
               "checking arguments of ", name, ")");
 
   bool is_draw = false;
@@ -510,17 +563,20 @@ void run(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
       return size_t(0);
     }();
     IValue& value = (*stack)[stack->size() - count + at];
-    if (value.isNone() || (value.isGenerator() && value.toGenerator() == default_generator())) {
+    const auto& own_default = default_generator(current_device);
+    if (value.isNone() || (value.isGenerator() && value.toGenerator() == own_default)) {
       tell("draw", name);
       refuse_in_capture("a draw from the default generator, " + name);
       TORCH_CHECK(!generator_captures.load(), "Offset increment outside graph capture encountered unexpectedly: ", name,
                   " draws from the default generator while a graph is captured");
-      value = default_generator();
+      value = own_default;
     }
     if (value.isGenerator()) {
       auto generator = value.toGenerator();
       if (auto* own = dynamic_cast<DeviceGenerator*>(generator.unsafeGetGeneratorImpl())) {
         refuse_in_capture("a draw from a generator that the graph does not know, " + name);
+        TORCH_CHECK(own->device().index() == current_device, "Expected a 'cuda:", int(current_device),
+                    "' generator device but found '", own->device().str(), "'");
         value = own->host;
       } else {
         TORCH_CHECK(false, "Expected a 'cuda' device type for generator but found 'cpu'");
@@ -576,7 +632,7 @@ void run(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
       auto given = std::find_if(storages.begin(), storages.end(), [&](const auto& one) {
         return one.second.unsafeGetStorageImpl() == host.storage().unsafeGetStorageImpl();
       });
-      device->set_storage_keep_dtype(given != storages.end() ? given->first : device_storage(host.storage()));
+      device->set_storage_keep_dtype(given != storages.end() ? given->first : device_storage(host.storage(), current_device));
     }
     if (host.sizes() != pair.device.sizes() || host.strides() != pair.device.strides() ||
         host.storage_offset() != pair.device.storage_offset())
@@ -602,7 +658,7 @@ void run(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
           return true;
         }
       }
-      tensor = device_tensor(tensor, device_storage(tensor.storage()));
+      tensor = device_tensor(tensor, device_storage(tensor.storage(), current_device));
       return true;
     });
   }
@@ -701,7 +757,9 @@ static const bool is_registered = [] {
 
 TORCH_LIBRARY(pretend_cuda, library) {
   library.def("watch(int function) -> ()", [](int64_t function) { watch.store(reinterpret_cast<Watch>(function)); });
-  library.def("default_generator() -> Generator?", [] { return default_generator(); });
+  library.def("default_generator(int device) -> Generator?", [](int64_t device) { return default_generator(device); });
+  library.def("current_device() -> int", [] { return int64_t(current_device); });
+  library.def("set_device(int device) -> ()", [](int64_t device) { set_device(static_cast<int>(device)); });
   library.def("capture_begin() -> int", &capture_begin);
   library.def("capture_end() -> ()", &capture_end);
   library.def("is_capturing() -> bool", &is_capturing);
@@ -712,23 +770,25 @@ TORCH_LIBRARY(pretend_cuda, library) {
   library.def("graph_check(int graph) -> ()", &graph_check);
   library.def("graph_drop(int graph) -> ()", &graph_drop);
   library.def("host(Tensor tensor) -> Tensor");
-  library.def("allocated() -> int", [] { return allocated.load(); });
-  library.def("peak_allocated() -> int", [] { return peak_allocated.load(); });
-  library.def("reset_peak() -> ()", [] { peak_allocated = allocated.load(); });
-  library.def("set_limit(int bytes) -> ()", [](int64_t bytes) { limit = bytes; });
+  library.def("allocated(int device) -> int", [](int64_t device) { return memories[device].allocated.load(); });
+  library.def("peak_allocated(int device) -> int", [](int64_t device) { return memories[device].peak.load(); });
+  library.def("reset_peak(int device) -> ()", [](int64_t device) { memories[device].peak = memories[device].allocated.load(); });
+  library.def("set_limit(int bytes, int device) -> ()", [](int64_t bytes, int64_t device) { memories[device].limit = bytes; });
 }
 TORCH_LIBRARY_IMPL(pretend_cuda, CUDA, library) { library.impl("host", &host); }
 
 TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&run>()); }
 
-Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<Device>,
+Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<Device> device,
              std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  OnDevice on_device(device.has_value() ? index_of(*device) : current_device);
   return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &device_allocator, DispatchKeySet(DispatchKey::CUDA),
                                    dtype.value_or(at::get_default_dtype_as_scalartype()), format);
 }
 
 Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<at::ScalarType> dtype,
-                     std::optional<at::Layout>, std::optional<Device>, std::optional<bool>) {
+                     std::optional<at::Layout>, std::optional<Device> device, std::optional<bool>) {
+  OnDevice on_device(device.has_value() ? index_of(*device) : current_device);
   return at::detail::empty_strided_generic(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &device_allocator,
                                            DispatchKeySet(DispatchKey::CUDA),
                                            dtype.value_or(at::get_default_dtype_as_scalartype()));

@@ -140,14 +140,18 @@ FAILING = [(_reads, "_local_scalar"), (_copies, "pageable"), (_draws, "uniform_"
 def test_a_failure_leaves_the_process_sound(function: Callable[[Tensor], Any], cause: str, scratch: Tensor) -> None:
     """Its cause is what is raised; then others draw, allocate and record as before."""
     gc.collect()
-    stream, num_pools = capture_stream(CUDA), pretend_cuda.num_pools()
+    stream, num_pools, num_destroyed = (
+        capture_stream(CUDA),
+        pretend_cuda.num_pools(),
+        pretend_cuda.num_destroyed_in_capture(),
+    )
     with pytest.raises((RuntimeError, KeyError), match=cause) as raised:
         CUDARecording(lambda: function(scratch), stream)
     if function is not _swallows:
         assert f"in {function.__name__}" in str(graph_capture.raised_at(raised.value))
     del raised
     gc.collect()
-    assert pretend_cuda.num_pools() == num_pools
+    assert pretend_cuda.num_pools() == num_pools and pretend_cuda.num_destroyed_in_capture() == num_destroyed
     assert not pretend_cuda.is_allocating_to_a_pool()
     assert not torch.cuda.is_current_stream_capturing() and torch.cuda.current_stream() != stream
     assert torch.rand(2, device=CUDA).isfinite().all()
@@ -248,6 +252,7 @@ def test_one_stream() -> None:
 @pytest.mark.parametrize("share", [0.0, 0.9])
 def test_out_of_memory(share: float, caplog: pytest.LogCaptureFixture) -> None:
     """What does not fit runs eagerly; it is tried and said once."""
+    gc.collect()  # nothing of other tests is to be freed while memory is counted
     stock, model = patched()
     assert_same_tokens(stock, model)
     graphs = model.paged.core.runner.graphs.held

@@ -267,6 +267,8 @@ class Graph:
         return self._pool
 
     def __del__(self) -> None:
+        if self._number is not None and not self._is_ended:
+            _destroyed_in_capture.append(self._number)
         self.reset()
 
 
@@ -278,6 +280,7 @@ _captured = _Captured()
 _graphs_by_pool: dict[Any, set[int]] = {}
 _uses_of_pool: dict[Any, int] = {}  # by graphs, and by captures that failed until it is released
 _capturing_streams: set[int] = set()
+_destroyed_in_capture: list[int] = []  # graphs whose capture failed: newer torch asks them at each pinned allocation
 _open_pools: set[Any] = set()  # to which a thread allocates, also after a capture that failed
 
 
@@ -295,6 +298,11 @@ def _release_pool(device: int, pool: Any) -> None:
 def num_pools() -> int:
     """Pools of which some graph, or a capture that failed, keeps the memory."""
     return sum(uses > 0 for uses in _uses_of_pool.values())
+
+
+def num_destroyed_in_capture() -> int:
+    """Graphs whose capture failed and that are gone."""
+    return len(_destroyed_in_capture)
 
 
 def is_allocating_to_a_pool() -> bool:
@@ -487,7 +495,9 @@ def install() -> None:
         "get_rng_state": lambda device="cuda": generators[_index(device)].get_state(),
         "set_rng_state": lambda state, device="cuda": generators[_index(device)].set_state(state),
         "get_rng_state_all": lambda: [generator.get_state() for generator in generators],
-        "set_rng_state_all": lambda states: [each.set_state(state) for each, state in zip(generators, states, strict=True)],
+        "set_rng_state_all": lambda states: [
+            each.set_state(state) for each, state in zip(generators, states, strict=True)
+        ],
     }
     for module in (torch.cuda, torch.cuda.random):  # which has imported some
         for name, value in replaced.items():

@@ -73,8 +73,8 @@ class PagedConfig:
         enable_prefix_caching: Reuse the full KV blocks of equal token prefixes, within a call and between calls.
         preemption: What happens to the KV of a preempted sequence: `"recompute"` drops it and computes it again,
             `"swap"` moves it to CPU memory as long as that has room, `"auto"` takes for each what measured faster.
-        swap_space_gib: CPU memory for swapped blocks, in GiB, taken at the first swap; never more than the pool itself.
-            `None`: 4, or none under `preemption="recompute"`.
+        swap_space_gib: CPU memory for swapped blocks, in GiB, taken piece by piece as blocks are swapped; never more
+            than the pool itself. `None`: 4, or none under `preemption="recompute"`.
         kv_cache_dtype: Element type of the pool; `"auto"` is the model's own. `"fp8_e4m3"` (also `"fp8"`) and
             `"fp8_e5m2"` hold twice the tokens of a half-precision pool and round each number to 3 or 2 bits behind the
             leading one: tokens then differ from stock `generate()`.

@@ -186,7 +186,7 @@ class KVCache:
         return self.views[group], index, self.geometry.groups[group].key_dim
 
     def swap_out(self, pairs: Sequence[tuple[int, int]], num_swap_blocks: int) -> None:
-        """Copies blocks to CPU memory, pairs `(device, CPU)`. The swap space is allocated at the first one."""
+        """Copies blocks to CPU memory, pairs `(device, CPU)`."""
         if self._swap_space is None:
             self._swap_space = SwapSpace(self.tensor, num_swap_blocks)
         self._swap_space.swap_out(pairs)

@@ -13,35 +13,62 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
+PIECE_BYTES = 2**26  # of CPU memory that is taken at once: to pin it takes some 20 ms, in which no step begins
+
 
 class SwapSpace:
-    """Blocks in CPU memory, beside a pool. A block is one contiguous piece, and neighbours are moved as one.
+    """Blocks in CPU memory, beside a pool. A block is contiguous, and neighbours are moved as one.
+
+    The memory is taken in pieces, each when something is first swapped there. A piece holds as many blocks as fit into
+    `PIECE_BYTES`, a power of two, since torch rounds pinned memory up to one.
 
     On a GPU the copies go through pinned memory on a stream of their own, between what was queued before and what is
     queued next: the blocks were written there, and are used again there. The calls themselves don't wait.
     """
 
-    def __init__(self, pool: Tensor, num_blocks: int) -> None:
-        """Allocates `num_blocks` blocks beside a pool `[blocks, ...]`, which is contiguous."""
+    def __init__(self, pool: Tensor, num_blocks: int, piece_bytes: int = PIECE_BYTES) -> None:
+        """For `num_blocks` blocks beside a pool `[blocks, ...]`, which is contiguous. Takes no memory yet."""
         self._pool = pool
         self._is_cuda = pool.device.type == "cuda"
-        self._blocks = _allocate((num_blocks, *pool.shape[1:]), pool.dtype, is_pinned=self._is_cuda)
+        self._num_blocks = num_blocks
+        self._piece_blocks = max(1, piece_bytes // max(1, pool[0].nbytes))
+        self._pieces: dict[int, Tensor] = {}
         self._stream = torch.cuda.Stream(pool.device) if self._is_cuda else None
         self._unread: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()
         self._finished: list[tuple[int, float]] = []
 
+    @property
+    def num_bytes(self) -> int:
+        """The CPU memory taken so far."""
+        return sum(piece.nbytes for piece in self._pieces.values())
+
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies blocks here, pairs `(pool, here)`."""
-        self._copy(self._pool, self._blocks, pairs)
+        with self._copying(len(pairs)):
+            for start, to, length in runs(pairs):
+                for place, own in self._parts(to, length):
+                    first = start + place - to
+                    own.copy_(self._pool[first : first + len(own)], non_blocking=True)
 
     def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies blocks back, pairs `(here, pool)`."""
-        self._copy(self._blocks, self._pool, pairs)
-
-    def _copy(self, source: Tensor, destination: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         with self._copying(len(pairs)):
             for start, to, length in runs(pairs):
-                destination[to : to + length].copy_(source[start : start + length], non_blocking=True)
+                for place, own in self._parts(start, length):
+                    first = to + place - start
+                    self._pool[first : first + len(own)].copy_(own, non_blocking=True)
+
+    def _parts(self, start: int, length: int) -> Iterator[tuple[int, Tensor]]:
+        """The memory of blocks that are neighbours here, and the number of the first, piece by piece."""
+        end = start + length
+        while start < end:
+            index, offset = divmod(start, self._piece_blocks)
+            size = min(self._piece_blocks, self._num_blocks - start + offset)
+            if (piece := self._pieces.get(index)) is None:
+                shape = (size, *self._pool.shape[1:])
+                piece = self._pieces[index] = _allocate(shape, self._pool.dtype, is_pinned=self._is_cuda)
+            yield start, (own := piece[offset : offset + end - start])
+            start += len(own)
 
     def finished(self) -> list[tuple[int, float]]:
         """Blocks and seconds of the copies that have ended since this was last asked. Waits for none."""

@@ -26,21 +26,23 @@ def test_runs_are_the_pairs(pairs: list[tuple[int, int]]) -> None:
     assert not ends & {(s, d) for s, d, _ in pieces}
 
 
-@given(PAIRS, PAIRS)
-def test_blocks_come_back(out: list[tuple[int, int]], back: list[tuple[int, int]]) -> None:
-    """Would break: a block's content, or that of one that was not asked for."""
+@given(PAIRS, PAIRS, st.integers(1, 14))
+def test_blocks_come_back(out: list[tuple[int, int]], back: list[tuple[int, int]], piece_blocks: int) -> None:
+    """Would break: a block's content, or that of one that was not asked for; memory of pieces that nothing is in."""
     pool = torch.randn(13, 2, 3)
     before = pool.clone()
-    space = SwapSpace(pool, 13)
-    space._blocks.fill_(7)
+    space = SwapSpace(pool, 13, piece_blocks * pool[0].nbytes)
     space.swap_out(out)
     assert torch.equal(pool, before)
     held = {destination: before[source] for source, destination in out}
+    pieces = [range(13)[start : start + piece_blocks] for start in range(0, 13, piece_blocks)]
+    assert space.num_bytes == pool[0].nbytes * sum(len(piece) for piece in pieces if held.keys() & {*piece})
     pool.fill_(float("nan"))
+    back = [(source, destination) for source, destination in back if source in held]
     space.swap_in(back)
     expected = torch.full_like(pool, float("nan"))
     for source, destination in back:
-        expected[destination] = held.get(source, torch.full((2, 3), 7.0))
+        expected[destination] = held[source]
     assert torch.equal(pool.nan_to_num(-1), expected.nan_to_num(-1))
 
 

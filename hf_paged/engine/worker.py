@@ -37,6 +37,7 @@ class StepWorker:
         self.pause = Pause(pool, self.loop, self.wake)
         self._thread: threading.Thread | None = None
         self._leader: int | None = None  # the caller's thread that runs the steps, or is about to
+        self._last_leader: weakref.ref[threading.Thread] | None = None
         self._is_stopping = False
 
     def add(self, consumer: Run, sequences: Iterable[tuple[int, Sequence]]) -> None:
@@ -74,7 +75,7 @@ class StepWorker:
         with self._pool.lock:
             is_new = self._leader is None and self._is_alone(own)
             if is_new:
-                self._leader = own
+                self._leader, self._last_leader = own, weakref.ref(threading.current_thread())
         try:
             yield
         finally:
@@ -93,8 +94,14 @@ class StepWorker:
             and not self.loop.num_exclusive
             and not self.pause.is_on
             and self.loop.decoding_loops.are_all_on(thread_id)
+            and (self._pool.kv_device.type != "cuda" or self._led_before())
             and not torch._C._len_torch_dispatch_stack()  # can't be left for a step, as other modes can
         )
+
+    def _led_before(self) -> bool:
+        """Whether no other caller's thread that lives has led: cuBLAS keeps scratch for each (see `StepMemory`)."""
+        last = None if self._last_leader is None else self._last_leader()
+        return last is None or last is threading.current_thread() or not last.is_alive()
 
     def run_alone(self, done: threading.Event, between: Callable[[], bool] | None = None) -> None:
         """Runs steps as long as this thread leads, at most until `done` is set.

@@ -331,7 +331,7 @@ WRONG: dict[str, Callable[[Tensor, Tensor], object]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_the_wrong_device_raises(name: str) -> None:
-    with pytest.raises(RuntimeError, match="same device|is launched on cuda:0|generator device"):
+    with pytest.raises(RuntimeError, match=r"same device|is launched on cuda:0|generator device"):
         WRONG[name](torch.ones(4, device="cuda:1"), torch.ones(4, device="cuda:0"))
 
 

@@ -1,4 +1,4 @@
-"""Models that accelerate has spread over the CPU and a pretended device, or over two of these; and offloaded from one."""
+"""Models that accelerate has spread over the CPU and a pretended device, or over two of these; or has offloaded."""
 
 from __future__ import annotations
 

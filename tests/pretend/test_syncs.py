@@ -28,6 +28,7 @@ from transformers.generation.streamers import BaseStreamer
 import hf_paged
 from helpers.models import build, ragged_batch, random_ids, tiny_tokenizer
 from helpers.pairs import assert_same, logged_messages
+from helpers.waiting import join
 from hf_paged.engine.executor import StepExecutor
 from hf_paged.memory.streams import Handover, steps_stream
 from hf_paged.model.step_memory import StepMemory
@@ -440,3 +441,23 @@ def test_streamers_are_given_the_hosts_tokens(models: Models) -> None:
     with torch.device("cuda"):
         models.paged.generate(models.ids[:1], streamer=streamer, **SHORT)
     assert streamer.devices == ["cpu"] * 4
+
+
+def test_one_callers_thread_leads() -> None:
+    """Would break: memory that cuBLAS keeps for each of an app's threads, where that of three is reserved."""
+    model = hf_paged.patch(build("llama").to("cuda"), block_size=4, num_blocks=32, cuda_graphs=False)
+    ids = random_ids(1, 5).to("cuda")
+    expected = model.generate(ids, max_new_tokens=3)
+    found, threads = list[Tensor](), list[set[str]]()
+
+    def call() -> None:
+        with pretend_cuda.watch() as seen:
+            found.append(model.generate(ids, max_new_tokens=3))
+        threads.append({event.thread for event in seen.of("launch")})
+
+    other = threading.Thread(target=call, name="other", daemon=True)
+    other.start()
+    join(other)
+    call()
+    assert [threads[0], threads[1]] == [{"hf_paged"}, {"MainThread"}]
+    assert all(torch.equal(expected, own) for own in found)

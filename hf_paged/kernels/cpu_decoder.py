@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_paged.kernels.cpu_adapters import Adapters, CPUAdapters, Table
 from hf_paged.kernels.cpu_layers import Add, CPULayers, Gate, RMSNorm, Rotary
 from hf_paged.kernels.cpu_linear import CPULinear
 from hf_paged.kernels.layers import InputError
@@ -57,6 +58,62 @@ class DecoderSettings:
     rounds: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Added:
+    """What adapters add behind the products of a layer in a step.
+
+    Attributes:
+        slots: `[tokens]` int32, those of `CPUAdapters.add`.
+        tables: Of the queries' product, the keys', the values', the projection's, the gate's, that of `up`, of `down`.
+    """
+
+    slots: Tensor
+    tables: Sequence[Table]
+
+    def of(self, rows: Tensor) -> Added:
+        """For some of the tokens."""
+        return Added(self.slots[rows], self.tables)
+
+
+class _Adding:
+    """The calls behind some products that add what adapters do; they add nothing until they are set."""
+
+    def __init__(self, kernel: CPUAdapters | None) -> None:
+        self.kernel = kernel
+        self.calls: list[tuple[int, Adapters]] = []  # and the place of each product's table
+
+    def behind(self, place: int, weight: LinearWeight, states: int, output: int) -> list[tuple[Any, Adapters]]:
+        """The call behind a product, as `_Calls` takes it: none without a kernel."""
+        if self.kernel is None:
+            return []
+        columns, width = weight[0].shape
+        call = self.kernel.call(width, columns, states, output, weight[1])
+        self.calls.append((place, call))
+        return [(self.kernel.function, call)]
+
+    def set_step(self, added: Added | None) -> None:
+        """Sets what is added, for all pieces.
+
+        Raises:
+            InputError: Something is, and there is no kernel.
+        """
+        if added is not None and self.kernel is None:
+            raise InputError("decoder layer", "rows without adapters")
+        for place, call in self.calls:
+            table = None if added is None else added.tables[place]
+            call.slots = None
+            call.table, call.num_slots = (None, 0) if table is None else (table.address, len(table))
+
+    def set_piece(self, added: Added, first: int) -> None:
+        slots = added.slots.data_ptr() + first * added.slots.itemsize
+        for _, call in self.calls:
+            call.slots = slots
+
+    def set_shape(self, rows: int, threads: int) -> None:
+        for _, call in self.calls:
+            call.rows, call.num_threads = rows, threads
+
+
 class Scratch:
     """Memory for what lies between the kernels of a layer. Layers are computed one after another: all use the same."""
 
@@ -81,8 +138,15 @@ class CPUDecoderLayer:
         keys_and_values: The same without queries.
     """
 
-    def __init__(self, layers: CPULayers, linears: CPULinear, settings: DecoderSettings, scratch: Scratch) -> None:
-        """`layers` and `linears` are of one dtype, which all weights have. They are held by their addresses alone.
+    def __init__(
+        self,
+        layers: CPULayers,
+        linears: CPULinear,
+        settings: DecoderSettings,
+        scratch: Scratch,
+        adapters: CPUAdapters | None = None,
+    ) -> None:
+        """The kernels are of one dtype, which all weights have. They are held by their addresses alone.
 
         Raises:
             InputError: Weights of sizes that don't fit together, of other dtypes or strides.
@@ -97,9 +161,9 @@ class CPUDecoderLayer:
         self._memory, places = scratch.of([self._width] * 3 + attention_widths + mlp_widths, layers.dtype)
         normed, projected, middle, query, key, normed_query, normed_key, gate, up, gated_up = places
         heads_at = normed, (query, normed_query), (key, normed_key)
-        self.before_attention = _Heads(layers, linears, own, *heads_at).of
-        self.queries = _Heads(layers, linears, own, *heads_at, has_keys=False).of
-        self.keys_and_values = _Heads(layers, linears, own, *heads_at, has_queries=False).of
+        self.before_attention = _Heads(layers, linears, adapters, own, *heads_at).of
+        self.queries = _Heads(layers, linears, adapters, own, *heads_at, has_keys=False).of
+        self.keys_and_values = _Heads(layers, linears, adapters, own, *heads_at, has_queries=False).of
         norm, add, gated = (getattr(layers.compiled, f"hf_paged_{name}") for name in ("rms_norm", "add", "gate"))
         self._second_norm = _norm(own.norms[1], normed)
         self._second_norm.input = middle
@@ -119,24 +183,31 @@ class CPUDecoderLayer:
         )
         self._first_add = Add(second=projected, output=middle)
         self._second_add = Add(first=middle, second=projected)
-        product = linears.function
+        product, self._adding = linears.function, _Adding(adapters)
+        behind = self._adding.behind
+        to_projected = behind(3, own.projection, 0, projected)
         self._by_rows = [self._second_norm, self._gate, self._project, to_mlp, to_result]
         self._behind = _Calls(
             layers.compiled,
             [
                 (product, self._project),
+                *to_projected,
                 (add, self._first_add),
                 (norm, self._second_norm),
                 (product, to_mlp),
+                *behind(4, own.gate, normed, gate),
+                *behind(5, own.up, normed, up),
                 (gated, self._gate),
                 (product, to_result),
+                *behind(6, own.down, gated_up, projected),
                 (add, self._second_add),
             ],
         )
+        self._added_projection = to_projected[0][1] if to_projected else Adapters()
         self._shape = (0, 0)  # rows and threads that the calls behind attention are set to
         self._checked: tuple[object, ...] = ()  # what was found right in the call before
 
-    def behind_attention(self, states: Tensor, attended: Tensor) -> Tensor:
+    def behind_attention(self, states: Tensor, attended: Tensor, added: Added | None = None) -> Tensor:
         """The layer's result.
 
         Args:
@@ -155,6 +226,7 @@ class CPUDecoderLayer:
             if not (_are_states(states, self._width, self._dtype) and _is_of(attended, heads, self._dtype)):
                 raise InputError("decoder layer", "states of its width, and heads", states=states, attended=attended)
             self._checked = given
+        self._adding.set_step(added)
         threads = torch.get_num_threads()
         result = torch.empty_like(states)
         tokens, size = states.shape[1], self._dtype.itemsize
@@ -162,7 +234,9 @@ class CPUDecoderLayer:
             shape = min(PIECE, tokens - first), threads
             if shape != self._shape:
                 self._set_shape(*shape)
-            self._project.input = attended.data_ptr() + first * row * size
+            self._project.input = self._added_projection.input = attended.data_ptr() + first * row * size
+            if added is not None:
+                self._adding.set_piece(added, first)
             self._first_add.first = states.data_ptr() + first * self._width * size
             self._second_add.output = result.data_ptr() + first * self._width * size
             self._behind.run()
@@ -174,6 +248,7 @@ class CPUDecoderLayer:
             arguments.num_threads = threads
         for arguments in self._by_rows:
             arguments.rows = rows
+        self._adding.set_shape(rows, threads)
         self._first_add.size = self._second_add.size = rows * self._width
 
 
@@ -184,6 +259,7 @@ class _Heads:
         self,
         layers: CPULayers,
         linears: CPULinear,
+        adapters: CPUAdapters | None,
         own: DecoderSettings,
         normed: int,
         query_at: tuple[int, int],
@@ -194,7 +270,8 @@ class _Heads:
         """Prepares the calls.
 
         Args:
-            linears: their products.
+            linears: Their products, and
+            adapters: what is added to these.
             normed: Where its normed input is, for `PIECE` rows, and
             query_at: its queries before and behind their norm, and
             key_at: its keys.
@@ -230,12 +307,19 @@ class _Heads:
                 norm.input = at[0]
                 self._norms.append((norm, heads))
         self._by_rows = self._first_norm, product
+        self._adding = _Adding(adapters)
+        added = self._adding.behind(0, own.query, normed, query_at[0]) if has_queries else []
+        if has_keys:
+            added += self._adding.behind(1, own.key, normed, key_at[0])
+            added += (to_value := self._adding.behind(2, own.value, normed, 0))
+        self._added_value = to_value[0][1] if has_keys and to_value else Adapters()
         norm_kernel = layers.compiled.hf_paged_rms_norm
         self._calls = _Calls(
             layers.compiled,
             [
                 (norm_kernel, self._first_norm),
                 (linears.function, product),
+                *added,
                 *((norm_kernel, norm) for norm, _ in self._norms),
                 (layers.compiled.hf_paged_rotary, self._rotary),
             ],
@@ -243,7 +327,7 @@ class _Heads:
         self._shape = (0, 0)  # rows and threads that the calls are set to
         self._checked: tuple[object, ...] = ()  # what was found right in the call before
 
-    def of(self, states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def of(self, states: Tensor, cos: Tensor, sin: Tensor, added: Added | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of a layer's input.
 
         Args:
@@ -262,6 +346,7 @@ class _Heads:
         if given != self._checked:
             self._check(states, cos, sin)
             self._checked = given
+        self._adding.set_step(added)
         (_, tokens, rotary_dim), (query_heads, key_heads) = cos.shape, self._heads
         threads = torch.get_num_threads()
         query = states.new_empty((tokens, query_heads, self._dim))
@@ -275,6 +360,9 @@ class _Heads:
             self._first_norm.input = states.data_ptr() + first * self._width * size
             if self._to_value is not None:
                 self._to_value.output = value.data_ptr() + first * key_heads * self._dim * size
+                self._added_value.output = self._to_value.output
+            if added is not None:
+                self._adding.set_piece(added, first)
             rotary.cos = cos.data_ptr() + first * rotary_dim * size
             rotary.sin = sin.data_ptr() + first * rotary_dim * size
             rotary.to_query = query.data_ptr() + first * query_heads * self._dim * size
@@ -302,6 +390,7 @@ class _Heads:
         for norm, heads in self._norms:
             norm.rows, norm.num_threads = rows * heads, threads
         self._rotary.tokens, self._rotary.num_threads = rows, threads
+        self._adding.set_shape(rows, threads)
 
 
 def _are_states(states: Tensor, width: int, dtype: torch.dtype) -> bool:

@@ -10,17 +10,11 @@
    A sum is made in one order, whatever the tile, the rows beside it, the other parts and the threads: spans of the
    width one after the other, each summed by itself. */
 #include "cpu_element.h"
+#include "cpu_lanes.h"
 #if IS_BFLOAT16 && defined(__AVX512BF16__)
 #include <immintrin.h>
 #endif
 
-#if defined(__AVX512F__)
-enum { LANES = 16 };
-#elif defined(__AVX__)
-enum { LANES = 8 };
-#else
-enum { LANES = 4 };
-#endif
 /* Sums, the weight's vectors and one of a row fill the registers; pairs multiplied in two steps take two each. */
 #if defined(__AVX512BF16__) || defined(__AVX512F__) && !IS_BFLOAT16
 enum { VECTORS = 6 };
@@ -37,18 +31,6 @@ enum { SPAN = 4096 / sizeof(element), SPAN_ACROSS = 64 * PAIR }; /* what a tile 
 enum { BLOCK = 64, BLOCK_BYTES = 1 << 19 };                      /* rows, which stay in the second */
 enum { MIN_PRODUCTS = 1 << 19 };                                 /* below, a second thread costs more than it saves */
 
-#define INLINE static inline __attribute__((always_inline))
-#define EACH(i, count) _Pragma("GCC unroll 8") for (int i = 0; i < count; i++)
-#ifdef __clang__
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (int32_t __attribute__((vector_size(16)))){__VA_ARGS__})
-#endif
-
-typedef float four __attribute__((vector_size(16), aligned(4), may_alias));
-typedef float eight __attribute__((vector_size(32), aligned(4), may_alias));
-typedef float vector __attribute__((vector_size(LANES * 4), aligned(4)));
-typedef uint32_t bits __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef element elements __attribute__((vector_size(LANES * sizeof(element)), aligned(sizeof(element))));
 
 struct part {
@@ -154,26 +136,6 @@ static tile_function *const TILE_OF[2][4][ROWS] = {
     {ALL_ROWS(narrow_along), ALL_ROWS(plain_along), ALL_ROWS(one_ahead_along), ALL_ROWS(all_ahead_along)},
     {ALL_ROWS(narrow_across), ALL_ROWS(plain_across), ALL_ROWS(one_ahead_across), ALL_ROWS(all_ahead_across)},
 };
-
-/* The lanes of a sum, added up by halves until four are left. */
-INLINE four quarter(const vector *sum) {
-#if defined(__AVX512F__)
-  const eight half = ((const eight *)sum)[0] + ((const eight *)sum)[1];
-  return ((const four *)&half)[0] + ((const four *)&half)[1];
-#elif defined(__AVX__)
-  return ((const four *)sum)[0] + ((const four *)sum)[1];
-#else
-  return *sum;
-#endif
-}
-
-/* The lanes of each of four sums, added up. */
-INLINE four folded(const vector *sums) {
-  four a = quarter(sums), b = quarter(sums + 1), c = quarter(sums + 2), d = quarter(sums + 3);
-  a = SHUFFLE(a, b, 0, 4, 1, 5) + SHUFFLE(a, b, 2, 6, 3, 7);
-  c = SHUFFLE(c, d, 0, 4, 1, 5) + SHUFFLE(c, d, 2, 6, 3, 7);
-  return SHUFFLE(a, c, 0, 1, 4, 5) + SHUFFLE(a, c, 2, 3, 6, 7);
-}
 
 INLINE void put(const float *from, int64_t columns, element *to, const element *bias) {
   if (bias)

@@ -6,7 +6,7 @@
 #include "cpu_element.h"
 
 enum { BLOCK = 64 };             /* lanes: that much of a state, times its keys, stays in the first-level cache */
-enum { MAX_WIDTH = 8, MAX_KEYS = 256 };
+enum { MAX_WIDTH = 8, MAX_KEYS = 512 };
 enum { MIN_PRODUCTS = 1 << 17 }; /* below, a second thread costs more than it saves */
 
 #define INLINE static inline __attribute__((always_inline))

@@ -15,7 +15,7 @@ from hf_paged.kernels.layers import InputError
 
 DTYPES = (torch.float32, torch.bfloat16)
 DELTA, SUM, SELECTIVE = range(3)  # kinds of scans
-MAX_WIDTH, MAX_KEYS = 8, 256
+MAX_WIDTH, MAX_KEYS = 8, 512  # beyond those of any model: a shrunken copy does not reach them
 _SOURCE = Path(__file__).with_suffix(".c")
 _FUNCTIONS = ("hf_paged_convolve", "hf_paged_scan")
 _pack_convolution, _pack_scan = Struct("13q").pack, Struct("36qf").pack  # as the structs

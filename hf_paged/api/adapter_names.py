@@ -1,15 +1,16 @@
-"""PEFT's `adapter_names`, an adapter for each row: a call's hooks act on its own thread only."""
+"""PEFT's `adapter_names`, an adapter for each row: data of the engine's rows, or hooks on the call's thread only."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from torch import nn
 
 from hf_paged.api.routing import ENGINE
+from hf_paged.engine.call_context import within
 from hf_paged.model.hooks import RowsHook, is_for_rows
 
 _BASE = "_hf_paged_tuner"  # the class that it was of
@@ -36,10 +37,23 @@ def _guarded_class(base: Any) -> Any:
     def enable(self: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         original = base._enable_peft_forward_hooks(self, *args, **kwargs)
         engine = self.model.__dict__.get(ENGINE)
-        if engine is None or self.training or (kwargs.get("adapter_names") or kwargs.get("alora_offsets")) is None:
+        names, offsets = kwargs.get("adapter_names"), kwargs.get("alora_offsets")
+        if engine is None or self.training or (names or offsets) is None:
             with original:
                 yield
             return
+        with ExitStack() as stack:
+            adapters = None if names is None or offsets is not None else engine.core.adapters_named(names)
+            if adapters is not None:
+                hook = partial(stack.enter_context, hooked(self, engine, original))
+                with within(adapters=adapters, runs_stock=hook):
+                    yield
+                return
+            stack.enter_context(hooked(self, engine, original))
+            yield
+
+    @contextmanager
+    def hooked(self: Any, engine: Any, original: Any) -> Iterator[None]:
         before = {number for module in self.modules() for number in module._forward_pre_hooks}
         with ExitStack() as stack:
             with engine.exclusive():  # no step meets them before it is known whose they are

@@ -13,7 +13,7 @@ import torch
 from hf_paged.api.given_call import forward_call
 from hf_paged.api.own_forward import TriedCall
 from hf_paged.api.rank_calls import forward_on_ranks, run_in_turn
-from hf_paged.api.routing import ENGINE
+from hf_paged.api.routing import ENGINE, run_stock
 from hf_paged.attention.cache import PagedCache
 from hf_paged.model.cache_argument import cache_argument
 
@@ -35,6 +35,7 @@ def paged_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         if engine is not None:
             engine.core.check_outside()
         if not isinstance(cache, PagedCache) or given.get("use_cache") is False:
+            run_stock()
             if engine is None or engine.ranks is None:
                 with nullcontext() if engine is None else engine.core.undisturbed():
                     return original(self, *args, **kwargs)

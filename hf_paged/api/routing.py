@@ -102,7 +102,15 @@ def fall_back(engine: Engine, reason: str) -> None:
     if engine.config.strict:
         raise UnsupportedCallError(f"{reason}: only stock generate() can run this call, and strict=True forbids it")
     engine.core.note_detour(f"stock generate(): {reason}")
+    run_stock()
     logger.warning_once(f"hf_paged: this call runs stock generate() without the paged cache: {reason}")
+
+
+def run_stock() -> None:
+    """Lets stock's forwards of this call have the adapters that its rows have."""
+    if (enter := call_context().runs_stock) is not None:
+        call_context().runs_stock = None
+        enter()
 
 
 def engine_rows(model: Any, call: PreparedCall) -> CallRows | None:

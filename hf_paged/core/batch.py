@@ -78,6 +78,7 @@ class Batch(BlockMoves):
         tables: One for each group of layers that cache alike.
         state_blocks: `[S * k]` int32, the blocks of each row's state, k for each; empty without recurrent layers. A row
             that starts at 0 has none yet: its blocks hold nothing.
+        adapters: `[S]`, the slot of what is added to the model for each row, -1: nothing; empty: for none.
         nums_at_once: `[S]`, of rows with a state, the index behind the last token that came together with others.
         batch_key: What the rows have in common; see `SequenceGroup`.
         num_preempted: Sequences preempted for this step.
@@ -99,6 +100,7 @@ class Batch(BlockMoves):
     tables: tuple[GroupTables, ...] = ()
     state_blocks: array[int] = field(default_factory=lambda: array("i"))
     nums_at_once: array[int] = field(default_factory=_int64)
+    adapters: array[int] = field(default_factory=_int64)
     batch_key: Hashable = None
     num_preempted: int = 0
     is_stalled: bool = False
@@ -195,11 +197,19 @@ def lay_out(
         logit_starts=tokens.logit_starts,
         tables=tuple([GroupTables(array("i", b"".join(own)), counts) for own in tables]),
         state_blocks=array("i") if states is None else states,
+        adapters=_slots(sequences),
         nums_at_once=array("q", [sequence.num_at_once for sequence in sequences] if states else []),
         batch_key=batch_key,
         num_preempted=num_preempted,
         is_stalled=is_stalled,
     )
+
+
+def _slots(sequences: tuple[Sequence, ...]) -> array[int]:
+    adapters = [sequence.adapter for sequence in sequences]
+    if adapters.count(None) == len(adapters):
+        return array("q")
+    return array("q", [-1 if adapter is None else adapter.slot for adapter in adapters])
 
 
 class _Tokens:

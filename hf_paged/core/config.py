@@ -75,6 +75,7 @@ class PagedConfig:
             `"swap"` moves it to CPU memory as long as that has room, `"auto"` takes for each what measured faster.
         swap_space_gib: CPU memory for swapped blocks, in GiB, taken piece by piece as blocks are swapped; never more
             than the pool itself. `None`: 4, or none under `preemption="recompute"`.
+        adapter_space_gib: Memory, in GiB, for adapters of `model.paged.load_adapter()` that no request uses.
         kv_cache_dtype: Element type of the pool; `"auto"` is the model's own. `"fp8_e4m3"` (also `"fp8"`) and
             `"fp8_e5m2"` hold twice the tokens of a half-precision pool and round each number to 3 or 2 bits behind the
             leading one: tokens then differ from stock `generate()`.
@@ -106,6 +107,7 @@ class PagedConfig:
     enable_prefix_caching: bool = True
     preemption: str = "auto"
     swap_space_gib: float | None = None
+    adapter_space_gib: float = 1.0
     kv_cache_dtype: str = "auto"
     attention_backend: str = "auto"
     cuda_graphs: bool | None = None
@@ -149,6 +151,9 @@ class PagedConfig:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
         if self.compile_decode and self.cuda_graphs is False:
             raise ValueError("compile_decode=True needs CUDA graphs, got cuda_graphs=False")
+        space = self.adapter_space_gib
+        if not _is_number(space) or not 0 <= space < MAX_GIB:
+            raise ValueError(f"adapter_space_gib must be a size in GiB of at least 0, below 2**33, got {space!r}")
         if self.preemption == "swap" and self.swap_space_gib == 0:
             raise ValueError('preemption="swap" needs swap_space_gib above 0 (or None), got 0')
 

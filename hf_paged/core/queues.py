@@ -180,14 +180,14 @@ class Queues:
         num_renewed = 0
         for group in self.live.values():
             for sequence in group.sequences:
-                if state is not None and sequence.extra_key[: len(state)] == state:
+                if state is not None and sequence.is_of(state):
                     continue
                 if not sequence.num_tokens or not sequence.is_recomputable:
                     continue
                 if sequence.num_computed_tokens or group.arrival in self.in_flight:
                     sequence.is_recomputable = False
                 elif state is not None and sequence.extra_key and not group.is_idle:
-                    sequence.extra_key = (*state, *sequence.extra_key[len(state) :])
+                    sequence.renew(state)
                     num_renewed += sequence.num_prompt_tokens < sequence.num_tokens - sequence.num_drafts
         return num_renewed
 

@@ -110,6 +110,8 @@ class Sequence:
         position_offset: Position id of token `i` minus `i`, of all tokens but `GivenToken`s.
         extra_key: What besides the tokens the keys and values depend on, the model's state, the position offset and a
             cache salt: part of the block hash.
+        adapter: What is added to the model for it, with a `slot` and a `key`, the last part of `extra_key`; `None`:
+            nothing.
         given_end: Index behind its last `GivenToken`, or more.
         is_recomputable: Its keys and values are a function of known tokens and the model as it is. If not, some would
             come out otherwise now: of older weights, another adapter, a mask with holes, or rotary frequencies that
@@ -133,6 +135,7 @@ class Sequence:
     is_wanted: bool = False
     position_offset: int = 0
     extra_key: tuple[Hashable, ...] = ()
+    adapter: Any = None
     given_end: int = 0
     is_recomputable: bool = True
     spans: tuple[tuple[int, int], ...] = ()
@@ -168,13 +171,24 @@ class Sequence:
         """The first token of the run that would be cut behind so many tokens; so many, if none would be."""
         return next((start for start, stop in self.spans if start < num_tokens < stop), num_tokens)
 
-    def check_state(self, state: tuple[Hashable, ...]) -> None:
+    def is_of(self, state: tuple[Hashable, ...]) -> bool:
+        """Whether it was begun in this state of the model, and of what is added to it."""
+        is_same = self.adapter is None or self.extra_key[-1] == self.adapter.key
+        return is_same and self.extra_key[: len(state)] == state
+
+    def renew(self, state: tuple[Hashable, ...]) -> None:
+        """Makes it one of this state; nothing of it is computed."""
+        others = self.extra_key[len(state) :]
+        self.extra_key = (*state, *others) if self.adapter is None else (*state, *others[:-1], self.adapter.key)
+
+    def check_state(self, state: tuple[Hashable, ...] | None, adapter: Any) -> None:
         """Raises `ValueError` if tokens are to be computed again in another state of the model than they were.
 
         Args:
-            state: `WeightsVersion.key()` of now.
+            state: `WeightsVersion.key()` of now; `None`: that is the same.
+            adapter: What is added to the model for it now.
         """
-        if self.extra_key[: len(state)] != state:
+        if adapter is not self.adapter or (state is not None and not self.is_of(state)):
             raise ValueError(
                 "the model's weights, adapters, hooks or autocast changed since this PagedCache was filled, and other "
                 "sequences have taken its blocks: its contents can't be computed again; reset() it"

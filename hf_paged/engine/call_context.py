@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from hf_paged.model.adapters import Adapter
 from hf_paged.model.host_call import HostCall
 from hf_paged.model.wrapper import Twin
 from hf_paged.sampling.random import GeneratorStates
@@ -32,6 +33,8 @@ class CallContext:
         states: Of the generators that this thread drew from when it was entered.
         host: Its host copies; `None` when it is prepared over the caller's tensors themselves, and in its loop.
         hides_device: Whether the model is to say that it is on the CPU, as the call's tensors are.
+        adapters: What is added to the model for each prompt; `None`: what it is set to.
+        runs_stock: Enters what the call needs around stock's forwards, because of `adapters`.
         twin: Of a wrapper, the model with the call's state, which `generate()` runs on.
     """
 
@@ -44,6 +47,8 @@ class CallContext:
     states: GeneratorStates = field(default_factory=dict)
     host: HostCall | None = None
     hides_device: bool = False
+    adapters: tuple[Adapter | None, ...] | None = None
+    runs_stock: Callable[[], None] | None = None
     twin: Twin | None = None
 
 

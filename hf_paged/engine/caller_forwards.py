@@ -224,9 +224,12 @@ class CallerForwards:
         let_caller_first(device)
         with on_steps_stream(device):  # in their memory: they may read it when the caller is gone
             # Before each step the loop looks at the weights, which is enough inside of one generate() call.
-            packed.extend_sequences(
-                None if cache.owned_by_call and packed.width > 0 else self._core.weights_key(), salt
-            )
+            if cache.owned_by_call and packed.width > 0:
+                packed.extend_sequences(None)
+            else:
+                key, rows = self._core.weights_key(), self._core.adapters_for(len(cache.sequences))
+                live = [own for own, sequence in zip(rows, cache.sequences, strict=True) if sequence is not None]
+                packed.extend_sequences(key, salt, live)
         batch_key = self._core.batch_key()
         for sequence in packed.sequences:
             sequence.group.batch_key = batch_key

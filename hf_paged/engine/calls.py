@@ -141,6 +141,7 @@ class Calls:
                 if weights_key is None or weights_key[:-1] != core.weights_version.state:
                     weights_key = core.weights_key()
                 batch_key = core.batch_key()
+                call.adapters = core.adapters_for(len(call.input_ids) // call.num_samples)
                 if call.beams is not None:
                     run = BeamRun(call, core.pool, core.worker, weights_key, batch_key, end)
                 else:

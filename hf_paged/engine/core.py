@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -26,10 +26,12 @@ from hf_paged.engine.leader import Leader
 from hf_paged.engine.run import Run
 from hf_paged.engine.worker import StepWorker
 from hf_paged.memory.kv_cache import KVCache
+from hf_paged.model.adapters import Adapter, Adapters
 from hf_paged.model.bound_model import BoundModel
 from hf_paged.model.latents import Latents
 from hf_paged.model.layers import Layers
 from hf_paged.model.runner import ModelRunner
+from hf_paged.model.sharding import ranks_of
 from hf_paged.model.traits import ModelTraits
 from hf_paged.model.weights_version import WeightsKey, WeightsVersion
 from hf_paged.parallel.channel import Channel
@@ -68,9 +70,10 @@ class EngineCore:
         self.traits = traits
         self.layers = Layers(model)
         latents = Latents(model, traits.layers)
-        self.weights_version = state = WeightsVersion(model, self.layers, latents)
+        self.adapters = adapters = Adapters(is_whole=ranks_of(model) is None)
+        self.weights_version = state = WeightsVersion(model, self.layers, latents, adapters)
         # What a user's own code sees is its to keep, and must be ordinary tensors.
-        self.bound = bound = BoundModel(model, forward, self.layers.scope, traits, state, config, latents)
+        self.bound = bound = BoundModel(model, forward, self.layers.scope, traits, state, config, latents, adapters)
         self.runner = ModelRunner(bound, lambda: state.num_moves, config)
         self.pool = KVPool(config, bound)
         self.executor = StepExecutor(self.pool, bound, self.runner, self.look_at_weights, state.check_rows)
@@ -149,8 +152,8 @@ class EngineCore:
     def weights_key(self) -> WeightsKey:
         """The model's state, part of the prefix-cache key of what begins now. The pool's lock is held."""
         before, key = self.weights_version.state, self.weights_version.key()
-        state = self.weights_version.state
-        if state != before and self.pool.is_made and self.scheduler.queues.note_state(state):
+        state, has_new = self.weights_version.state, self.adapters.refresh()
+        if (state != before or has_new) and self.pool.is_made and self.scheduler.queues.note_state(state):
             logger.warning(
                 "hf_paged: the model's weights, adapters or hooks changed while rows of running calls were preempted: "
                 "the changed model computes all their tokens again (stock would have kept the old keys and values; "
@@ -163,10 +166,44 @@ class EngineCore:
 
         It goes on as stock would: keys and values that are there stay, new tokens are computed as the model is now.
         """
-        if self.bound.living_model is not None and self.weights_version.may_have_changed():
+        has_moved = self.weights_version.may_have_changed() or self.adapters.have_moved()
+        if self.bound.living_model is not None and has_moved:
             if self.pool.is_made and not self.scheduler.queues.in_flight:
                 _ = self.kv_cache  # of a model that has moved: while rows can be computed again
             self.weights_key()
+
+    def adapters_for(self, num_rows: int) -> list[Adapter | None]:
+        """What is added to the model for each row of the call that this thread is in. The pool's lock is held.
+
+        Raises:
+            ValueError: The call names fewer or more adapters than it has prompts.
+        """
+        given = call_context().adapters
+        if given is None:
+            return [self.adapters.active()] * num_rows
+        if not given or num_rows % len(given):
+            raise ValueError(
+                "Length of `adapter_names` should be the same as the number of inputs, but got "
+                f"{len(given)} and {num_rows} respectively."
+            )
+        return [adapter for adapter in given for _ in range(num_rows // len(given))]
+
+    def adapters_named(self, names: Sequence[str]) -> tuple[Adapter | None, ...] | None:
+        """Those of these names, for rows of their own; `None`: PEFT's own code has to run. Reads files, if need be.
+
+        Raises:
+            ValueError: There are none of such names, or they can't be read any more.
+        """
+        adapters, store = self.adapters, self.adapters.store
+        with self.transaction():
+            self.weights_key()
+            adapters.check(names)
+            if not adapters.is_by_row:
+                return None
+            wanted = {name for name in names if adapters.is_loaded(name)}
+        pinned = {} if store is None else {name: store.pin(name) for name in wanted}  # beside steps
+        with self.transaction():
+            return tuple(adapters.named(names, pinned))
 
     @property
     def num_running(self) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.core.interrupts import deferred_interrupt
 from hf_paged.core.metrics import EngineStats
 from hf_paged.core.process import PROCESS, Lasting, watch_forks
+from hf_paged.engine.call_context import within
 from hf_paged.engine.caller_forwards import CallerForwards
 from hf_paged.engine.calls import Calls
 from hf_paged.engine.core import EngineCore
@@ -29,9 +31,12 @@ from hf_paged.engine.request_threads import RequestThreads
 from hf_paged.engine.room import Room
 from hf_paged.engine.row_store import RowStore
 from hf_paged.engine.snapshot import Snapshot
-from hf_paged.engine.submission import Submissions
+from hf_paged.engine.submission import Submissions, list_of_prompts
 from hf_paged.engine.warm_up import WarmUp, warm_up
+from hf_paged.model.adapter_files import read_adapter
+from hf_paged.model.adapter_store import AdapterStore
 from hf_paged.model.module_overrides import give_back_all
+from hf_paged.model.peft_layers import without_adapters
 from hf_paged.model.traits import ModelTraits
 from hf_paged.parallel.channel import Channel
 from hf_paged.sampling.controls import SamplingControls
@@ -130,6 +135,7 @@ class Engine(Lasting):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | int | bytes | None = None,
+        adapter: str | None = None,
         logprobs: int | None = None,
         logprobs_mode: str = "raw",
         seed: int | None = None,
@@ -149,6 +155,8 @@ class Engine(Lasting):
             cache_salt: A string, integer or bytes: requests share cached prefixes only with requests of the same salt,
                 in an assistant model's pool as well. `None`: none, or inside another request (a processor that
                 submits) that one's.
+            adapter: The name of an adapter, or `"__base__"` for none; `None`: those that the model is set to now
+                (`set_adapter`, `disable_adapter`). Requests of any adapters share steps.
             logprobs: Say of each token how likely it was, and so many of the likeliest in its place (0: none of those).
             logprobs_mode: `"raw"`: log-softmax, in float32, of the model's logits; `"processed"`: of what sampling drew
                 from, behind all processors (not of beams, assisted decoding and processors of your own).
@@ -174,9 +182,10 @@ class Engine(Lasting):
         controls = SamplingControls.of(
             self._vocab_size, seed, presence_penalty, frequency_penalty, logit_bias, grammar, wanted
         )
-        return self._submissions.submit(
-            input_ids, generation_config, request_id, priority, cache_salt, generate_kwargs, controls
-        )
+        with self._with_adapter(adapter):
+            return self._submissions.submit(
+                input_ids, generation_config, request_id, priority, cache_salt, generate_kwargs, controls
+            )
 
     @deferred_interrupt()
     def generate(
@@ -185,6 +194,7 @@ class Engine(Lasting):
         generation_config: Any = None,
         *,
         progress_bar: bool = False,
+        adapters: Iterable[str | None] | None = None,
         logprobs: int | None = None,
         logprobs_mode: str = "raw",
         **generate_kwargs: Any,
@@ -195,6 +205,7 @@ class Engine(Lasting):
             prompts: As `input_ids` of `submit`, any number of them.
             generation_config: For all of them.
             progress_bar: Show a tqdm bar.
+            adapters: Of each prompt, as `adapter` of `submit`.
             logprobs: As in `submit`.
             logprobs_mode: As in `submit`.
             **generate_kwargs: As in `submit`, for all of them.
@@ -209,7 +220,14 @@ class Engine(Lasting):
         self.core.worker.pause.warn()
         wanted = LogprobsWanted.of(logprobs, logprobs_mode, self._vocab_size)
         controls = SamplingControls(logprobs=wanted)
-        return self._submissions.generate(prompts, generation_config, progress_bar, generate_kwargs, controls)
+        listed = list_of_prompts(prompts)
+        names = [None] * len(listed) if adapters is None else list(adapters)
+        if len(names) != len(listed):
+            raise ValueError(f"got {len(names)} adapters for {len(listed)} prompts: give one for each, or None")
+        self.check_adapters([name for name in dict.fromkeys(names) if name is not None])  # before any prompt runs
+        contexts = [partial(self._with_adapter, name) for name in names]
+        given = list(zip(listed, contexts, strict=True))
+        return self._submissions.generate(given, generation_config, progress_bar, generate_kwargs, controls)
 
     @deferred_interrupt()
     def score(
@@ -220,7 +238,7 @@ class Engine(Lasting):
         Args:
             prompts: As `input_ids` of `submit`, any number of them.
             progress_bar: Show a tqdm bar.
-            **arguments: `top`, `first`, `priority` and `cache_salt` of `submit_score`.
+            **arguments: `top`, `first`, `priority`, `cache_salt` and `adapter` of `submit_score`.
 
         Returns:
             Of each prompt the log-probabilities of its tokens from `first` on, in the order of the prompts.
@@ -242,6 +260,7 @@ class Engine(Lasting):
         first: int = 1,
         priority: int = 0,
         cache_salt: str | int | bytes | None = None,
+        adapter: str | None = None,
     ) -> Request:
         """Queues one text whose tokens' log-probabilities are asked for, and returns at once.
 
@@ -260,11 +279,80 @@ class Engine(Lasting):
         """
         self._check_patched()
         wanted = ScoresWanted.of(top, first, self._vocab_size)
-        return self._submissions.score(input_ids, request_id, priority, cache_salt, wanted)
+        with self._with_adapter(adapter):
+            return self._submissions.score(input_ids, request_id, priority, cache_salt, wanted)
+
+    @contextmanager
+    def _with_adapter(self, name: str | None) -> Iterator[None]:
+        """The context of a request that names an adapter. Raises as `check_adapters` does."""
+        adapters = None
+        if name is not None:
+            self.check_adapters((name,))
+            adapters = self.core.adapters_named((name,))
+        with within(adapters=adapters, runs_stock=None):
+            yield
+
+    def check_adapters(self, names: SequenceOf[str]) -> None:
+        """Raises `ValueError` if a row can't have one of these adapters, whatever others of its step have."""
+        adapters = self.core.adapters
+        if names:
+            with self.core.transaction():
+                self.core.weights_key()
+                adapters.check(names)
+            if not adapters.is_by_row:
+                what = f"requests can't have adapters of their own ({', '.join(names)})"
+                raise ValueError(f"{what}: {adapters.why_own_code}; use set_adapter")
+
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Makes a LoRA adapter known that PEFT has saved, for `adapter=`, without making PEFT's modules of it.
+
+        Any number may be known: of those that no request uses, as many stay in memory as `adapter_space_gib` has room
+        for. Requests go on meanwhile.
+
+        Args:
+            name: That of no other one.
+            path: A folder with adapter_config.json and adapter_model.safetensors.
+
+        Raises:
+            ValueError: The name is taken; or what lies there is no adapter for this model, or one of a kind that only
+                PEFT's own code runs. It names the file and the key.
+        """
+        self._check_patched()
+        core = self.core
+        if self.ranks is not None:
+            raise ValueError("load_adapter() is not for a model that is split between processes (tp_plan)")
+        with core.transaction():
+            core.weights_key()
+            adapters = core.adapters
+            if adapters.store is None:
+                budget = int(self.config.adapter_space_gib * 2**30)
+                bound = core.bound  # which holds the model weakly
+                adapters.store = AdapterStore(lambda folder: read_adapter(folder, bound.model), budget)
+            if adapters.knows(name):
+                raise ValueError(f"there is an adapter {name!r} already: take another name")
+        added = adapters.store.add(name, path)
+        try:
+            weights = adapters.store.get(name)
+            with self.exclusive(), core.transaction():
+                adapters.know(core.model, weights)
+        except BaseException:
+            adapters.store.remove(added.name)
+            raise
+
+    def unload_adapter(self, name: str) -> None:
+        """Forgets an adapter that was loaded; requests that have it go on.
+
+        Raises:
+            ValueError: There is none of this name.
+        """
+        if self.core.adapters.store is None:
+            raise ValueError(f"there is no adapter {name!r}: none was loaded")
+        self.core.adapters.store.remove(name)
 
     @property
     def _vocab_size(self) -> int:
-        return int(self.core.model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
+        embeddings: Any = self.core.model.get_input_embeddings()
+        return int(without_adapters(embeddings).num_embeddings)  # type: ignore[arg-type]
 
     @property
     def is_handing_out(self) -> bool:

@@ -30,7 +30,7 @@ def run_later(
     arguments of `state.finish` that it returns. `on_end` is called before the result is there.
     """
     outer, autocast = call_context(), core.batch_key()
-    context = CallContext(outer.cache_salt, outer.is_known_to_ranks, loop, core)
+    context = CallContext(outer.cache_salt, outer.is_known_to_ranks, loop, core, adapters=outer.adapters)
 
     def run() -> None:
         try:

@@ -64,7 +64,7 @@ class Residency:
             state = core.weights_key()
             for sequence in lost:
                 if sequence.num_uncomputed_tokens:
-                    sequence.check_state(state)
+                    sequence.check_state(state, sequence.adapter)
             swapped = {s.group.arrival: s.group for s in lost if s.group.status == "swapped"}
             for group in swapped.values():
                 try:

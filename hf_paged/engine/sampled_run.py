@@ -19,6 +19,7 @@ from hf_paged.engine.draft_model import DraftModel
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.engine.run import Row, Run
 from hf_paged.engine.worker import StepWorker
+from hf_paged.model.adapters import Adapter
 from hf_paged.model.weights_version import WeightsKey
 from hf_paged.sampling.beams import BeamSettings
 from hf_paged.sampling.grammar import Grammar
@@ -53,6 +54,7 @@ class CallRows:
         noise: The same, if they are another call's.
         priority: Of its sequences.
         request_id: The request that it is.
+        adapters: Of each prompt, what is added to the model for it; empty: nothing for any.
         given: Of each prompt, its tokens, if these are not all ids.
         logprobs: What is to be said of each token.
         grammar: What each row is to follow.
@@ -76,6 +78,7 @@ class CallRows:
     noise: NoiseAhead | None = None
     priority: int = 0
     request_id: str | None = None
+    adapters: list[Adapter | None] = field(default_factory=list)
     given: list[GivenPrompt] | None = None
     logprobs: LogprobsWanted | None = None
     grammar: Grammar | None = None
@@ -118,7 +121,9 @@ def new_sequences(
             sequence.spans, sequence.position_offset = given.spans, given.position_offset
             sequence.given_end = sequence.num_tokens
         sequence.logits_from = sequence.num_tokens - 1
-        sequence.extra_key = (*weights_key, sequence.position_offset, *salt)
+        sequence.adapter = call.adapters[row // call.num_samples] if call.adapters else None
+        own = () if sequence.adapter is None else (sequence.adapter.key,)
+        sequence.extra_key = (*weights_key, sequence.position_offset, *salt, *own)
         found.append((row, sequence))
     return found
 

@@ -7,7 +7,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -82,6 +82,13 @@ class _Active:
 
 
 _Begin = Callable[[_Active, RequestState], None]
+
+
+def list_of_prompts(prompts: Iterable[Any]) -> list[Any]:
+    """Raises `ValueError` if they are none."""
+    if isinstance(prompts, str | Tensor) or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts must be a list of prompts, each of token ids, got a {type(prompts).__name__}")
+    return list(prompts)
 
 
 class Submissions:
@@ -259,19 +266,20 @@ class Submissions:
 
     def generate(
         self,
-        prompts: Iterable[Sequence[int] | Tensor],
+        prompts: Sequence[tuple[Any, Callable[[], AbstractContextManager[None]]]],
         generation_config: Any,
         progress_bar: bool,
         arguments: dict[str, Any],
         controls: SamplingControls,
     ) -> list[RequestOutput]:
-        """See `Engine.generate`."""
+        """See `Engine.generate`; each prompt with the context that it is submitted in."""
         with self._core.transaction():  # one look at the model for all of them
             weights_key = self._core.weights_key()
 
         def submit(prompt: Any) -> Request:
-            given = dict(arguments)
-            return self.submit(prompt, generation_config, None, 0, None, given, controls, weights_key)
+            ids, context = prompt
+            with context():
+                return self.submit(ids, generation_config, None, 0, None, dict(arguments), controls, weights_key)
 
         return self.run_all(prompts, submit, progress_bar)
 
@@ -279,9 +287,7 @@ class Submissions:
         self, prompts: Iterable[Any], submit: Callable[[Any], Request], progress_bar: bool
     ) -> list[RequestOutput]:
         """Submits all prompts, in order and a little ahead of what can run, and waits for them."""
-        if isinstance(prompts, str | Tensor) or not isinstance(prompts, Iterable):
-            raise ValueError(f"prompts must be a list of prompts, each of token ids, got a {type(prompts).__name__}")
-        prompts, config = list(prompts), self._core.config
+        prompts, config = list_of_prompts(prompts), self._core.config
         ahead = 2 * config.max_num_seqs  # memory for requests in flight, not for all of them
         if config.max_waiting is not None:
             ahead = min(ahead, config.max_waiting)

@@ -15,6 +15,7 @@ from transformers import Cache, PreTrainedModel
 
 from hf_paged.attention.paged_attention import attention_configs, paged_attention_scope
 from hf_paged.core.config import PagedConfig
+from hf_paged.model.adapters import Adapters
 from hf_paged.model.cache_argument import cache_argument, output_type
 from hf_paged.model.latents import Latents
 from hf_paged.model.mixers import Mixers
@@ -48,6 +49,7 @@ class BoundModel:
         weights: WeightsVersion,
         config: PagedConfig,
         latents: Latents,
+        adapters: Adapters,
     ) -> None:
         """Binds to a model.
 
@@ -55,6 +57,7 @@ class BoundModel:
             forward: The forward function of its class before patching, unbound.
             layers: Within it, layers of the model are computed in the engine's way.
             weights: Knows which code runs in forwards now.
+            adapters: What is added to its layers for each row.
         """
         self._model = weakref.ref(model)
         self._placement = Placement(model)
@@ -67,7 +70,7 @@ class BoundModel:
         self._routes = "output_router_logits" in parameters
         self.output_type = output_type(forward)
         self.cache_argument = cache_argument(forward)
-        self._mixers = Mixers(model, traits.mixers)
+        self._mixers = Mixers(model, traits.mixers, adapters)
         self._weights = weights
         self._config = config
         self._prepared: tuple[int, ExitStack] | None = None  # the thread whose forwards find the model as they need it
@@ -76,6 +79,7 @@ class BoundModel:
         self.configs = attention_configs(model)
         self.wrapper = Wrapper.of(model)
         self.latents = latents
+        self.adapters = adapters
 
     # What it is
 
@@ -266,7 +270,8 @@ class BoundModel:
     def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._inside = threading.get_ident()
         try:
-            return forward(*args, **kwargs)
+            with self.adapters.scope():
+                return forward(*args, **kwargs)
         finally:
             self._inside = None
 

@@ -8,18 +8,21 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_paged.attention.backends.registry import PagedStep
 from hf_paged.attention.context import MARK, WantedTokens, current_context, with_step
 from hf_paged.attention.params import AttentionParams
+from hf_paged.kernels import cpu_adapters
 from hf_paged.kernels.cpu_decoder import CPUDecoderLayer, DecoderSettings, NormSettings, Scratch
 from hf_paged.kernels.cpu_layers import CPULayers
 from hf_paged.kernels.layers import InputError
+from hf_paged.model.adapted_layers import added_to
 from hf_paged.model.fused_layers import GatedMLP, Norm, is_as_tried
 from hf_paged.model.fused_rotary import NAME, RotaryAttention
 from hf_paged.model.linears import Linear
 from hf_paged.model.module_overrides import ModuleOverride, Survey, has_hooks, is_library_code, is_untouched
+from hf_paged.model.peft_layers import without_adapters
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
@@ -40,10 +43,18 @@ class Parts:
         mlp: these, and
         norms: before attention, and before the MLP; of queries' and of keys' heads, if there are any.
         linears: In the order of `LINEARS`.
+        outer: The modules that are called: the linear layers, or PEFT's around them.
     """
 
-    def __init__(self, attention: RotaryAttention, mlp: GatedMLP, norms: list[Norm], linears: list[Linear]) -> None:
-        self.attention, self.mlp, self.norms, self.linears = attention, mlp, norms, linears
+    def __init__(
+        self,
+        attention: RotaryAttention,
+        mlp: GatedMLP,
+        norms: list[Norm],
+        linears: list[Linear],
+        outer: list[nn.Module],
+    ) -> None:
+        self.attention, self.mlp, self.norms, self.linears, self.outer = attention, mlp, norms, linears, outer
         tables = [linear.module._parameters for linear in linears]
         # Where weights and biases are found.
         self._places = [(norm.module._parameters, "weight") for norm in norms]
@@ -97,12 +108,14 @@ def _parts(layer: Any, overrides: dict[int, ModuleOverride]) -> Parts | None:
         return None
     if len(norms) != 2 or modules.keys() not in (set(LINEARS[:4]), {*LINEARS[:4], *HEAD_NORMS}):
         return None
-    found = {name: overrides.get(id(child)) for name, child in (modules | dict(mlp.module.named_children())).items()}
+    modules_of_both = modules | dict(mlp.module.named_children())
+    found = {name: overrides.get(id(without_adapters(child))) for name, child in modules_of_both.items()}
     linears = [one for name in LINEARS if isinstance(one := found.get(name), Linear)]
     head_norms = [one for name in HEAD_NORMS if isinstance(one := found.get(name), Norm)]
     if len(linears) != len(LINEARS) or len(head_norms) + 4 != len(modules) or not isinstance(mlp.kernels, CPULayers):
         return None
-    return Parts(attention, mlp, norms + head_norms, linears)
+    outer = [modules_of_both[name] for name in LINEARS]
+    return Parts(attention, mlp, norms + head_norms, linears, outer)
 
 
 def _code(forward: Any) -> CodeType | None:
@@ -158,9 +171,11 @@ class DecoderLayer(ModuleOverride):
             is_last = self.parts.attention.module is self.survey.last
             if wanted is not None and is_last and wanted.layer == self.params.layer:
                 return self._compute_some(step, wanted, states, angles)
-            query, key, value = self.kernels.before_attention(states, *angles)
+            added = added_to(self.parts.outer, states)
+            cos, sin = angles
+            query, key, value = self.kernels.before_attention(states, cos, sin, added)
             step.write(key, value, self.params.layer)
-            return self.kernels.behind_attention(states, step.attend(query, self.params))
+            return self.kernels.behind_attention(states, step.attend(query, self.params), added)
         except InputError:
             return self.module._call_impl(*args, **kwargs)
 
@@ -169,13 +184,15 @@ class DecoderLayer(ModuleOverride):
     ) -> Tensor:
         """Keys and values of all tokens, and the layer's result for those that are wanted; zeros for the others."""
         assert self.kernels is not None and self.params is not None
-        _, key, value = self.kernels.keys_and_values(states, *angles)
+        added = added_to(self.parts.outer, states)
+        _, key, value = self.kernels.keys_and_values(states, angles[0], angles[1], added)
         step.write(key, value, self.params.layer)
         rows = wanted.rows
+        some = None if added is None else added.of(rows)
         own, cos, sin = (each.index_select(1, rows) for each in (states, *angles))
-        query, _, _ = self.kernels.queries(own, cos, sin)
+        query, _, _ = self.kernels.queries(own, cos, sin, some)
         attended = wanted.make_step().attend(query, self.params)
-        return torch.zeros_like(states).index_copy_(1, rows, self.kernels.behind_attention(own, attended))
+        return torch.zeros_like(states).index_copy_(1, rows, self.kernels.behind_attention(own, attended, some))
 
     def _try(self, step: PagedStep, mask: Tensor, angles: tuple[Tensor, Tensor], *args: Any, **kwargs: Any) -> Any:
         """The layer's own forward, with a look at what it hands to attention: is it what the kernels give?"""
@@ -188,10 +205,14 @@ class DecoderLayer(ModuleOverride):
             layers = self.parts.mlp.kernels
             assert isinstance(layers, CPULayers)
             settings = _settings(self.parts)  # by this name it holds the weights where they are now
-            kernels = CPUDecoderLayer(layers, self.parts.linears[0].kernel, settings, self.survey.shared(Scratch))
-            found = kernels.before_attention(args[0], *angles)
+            adapters = cpu_adapters.load(layers.dtype)
+            own_adapters = None if isinstance(adapters, str) else adapters
+            linears, scratch = self.parts.linears[0].kernel, self.survey.shared(Scratch)
+            kernels = CPUDecoderLayer(layers, linears, settings, scratch, own_adapters)
+            added = added_to(self.parts.outer, args[0])
+            found = kernels.before_attention(args[0], angles[0], angles[1], added)
             if noting.attended is not None:
-                found += (kernels.behind_attention(args[0], noting.attended),)
+                found += (kernels.behind_attention(args[0], noting.attended, added),)
         except InputError:
             found = ()
         truth = (*noting.stored, own)

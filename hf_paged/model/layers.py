@@ -21,6 +21,7 @@ from hf_paged.model.fused_layers import find_gated_mlp, find_norm
 from hf_paged.model.fused_rotary import find_rotary
 from hf_paged.model.linears import Runs, find_linear
 from hf_paged.model.module_overrides import ChangedForward, ModuleOverride, Survey, not_overriding, overriding
+from hf_paged.model.peft_layers import shared_modules
 from hf_paged.model.placement import Placement
 
 logger = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ def _survey(model: nn.Module, placement: tuple[torch.dtype, torch.device] | None
     if isinstance(kernels, str):
         logger.info("hf_paged: norms, gates and rotary embeddings are not fused: the kernels %s", kernels)
     survey = Survey(dtype, device, None if isinstance(kernels, str) else kernels)
-    for module in reversed(list(model.modules())):
+    for module in reversed(shared_modules(model)):
         if survey.last is None and isinstance(getattr(module, "layer_idx", None), int):
             survey.last = module
         override = next((one for find in KINDS if (one := find(module, survey)) is not None), None)

@@ -26,6 +26,7 @@ from hf_paged.kernels.transfers import to_device
 from hf_paged.memory.kv_cache import KVCache
 from hf_paged.memory.spec import StateSpec
 from hf_paged.memory.state_cache import LayerStates, StateCache
+from hf_paged.model.adapters import Adapters
 from hf_paged.model.exact_operations import ExactOperations
 from hf_paged.model.module_overrides import ChangedForward, ModuleOverride, has_hooks, overriding
 from hf_paged.model.scans import find_scans
@@ -156,7 +157,8 @@ class StateStep:
                 return tuple(of_part(item) for item in value)
             return value
 
-        output = mixer.compute_rows(*map(of_part, args), **{name: of_part(value) for name, value in kwargs.items()})
+        with mixer.adapters.running_some(part.tokens):
+            output = mixer.compute_rows(*map(of_part, args), **{n: of_part(value) for n, value in kwargs.items()})
         store(own, states)
         self._cache.write(self._layer, part.pages, states)
         shape = num_rows, length
@@ -202,9 +204,9 @@ def _run_padded(cache: PaddedCache, mixer: _Mixer, args: tuple[Any, ...], kwargs
             return value[0].unflatten(0, shape)
         return value.new_zeros(shape.numel(), *value.shape[2:]).index_copy(0, real, value[0]).unflatten(0, shape)
 
-    output = cache.states.run(
-        mixer, _mapped(args, packed), {name: _mapped(value, packed) for name, value in kwargs.items()}
-    )
+    own = {name: _mapped(value, packed) for name, value in kwargs.items()}
+    with mixer.adapters.running_some(slice(None) if real is None else real.numpy(force=True)):
+        output = cache.states.run(mixer, _mapped(args, packed), own)
     return _mapped(output, padded)
 
 
@@ -272,12 +274,12 @@ def store(layer: LinearAttentionLayer, states: LayerStates) -> None:
 class _Mixer(ModuleOverride):
     is_needed = True
 
-    __slots__ = ("changed",)
+    __slots__ = ("adapters", "changed")
 
-    def __init__(self, module: Any, changed: ChangedForward | None) -> None:
+    def __init__(self, module: Any, changed: ChangedForward | None, adapters: Adapters) -> None:
         """`changed`: a forward of its class to run in place of its own one."""
         super().__init__(module)
-        self.changed = changed
+        self.changed, self.adapters = changed, adapters
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = next((c for c in (*args, *kwargs.values()) if isinstance(c, StepCache | PaddedCache)), None)
@@ -298,8 +300,9 @@ class _Mixer(ModuleOverride):
 
 
 class Mixers:
-    def __init__(self, model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> None:
+    def __init__(self, model: nn.Module, kinds: tuple[type[nn.Module], ...], adapters: Adapters) -> None:
         """Finds the mixers, which are of these classes, at the first `scope`. The model is held weakly."""
+        self._adapters = adapters
         self._model = weakref.ref(model)
         self._kinds = kinds
         self._found: list[_Mixer] | None = None
@@ -312,7 +315,7 @@ class Mixers:
             modules: Iterator[nn.Module] = iter(()) if model is None or not self._kinds else model.modules()
             mixers = [module for module in modules if type(module) in self._kinds]
             self._changed = {kind: find_scans(mixer) for kind, mixer in {type(m): m for m in mixers}.items()}
-            self._found = [_Mixer(mixer, self._changed[type(mixer)]) for mixer in mixers]
+            self._found = [_Mixer(mixer, self._changed[type(mixer)], self._adapters) for mixer in mixers]
         for changed in filter(None, self._changed.values()):
             changed.look_up()
         return overriding(self._found)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hf_paged.core.sequence import GivenPrompt, GivenToken, Sequence, Token
 from hf_paged.kernels.transfers import to_device, to_host
+from hf_paged.model.adapters import Adapter
 from hf_paged.model.forward_call import ForwardCall
 from hf_paged.model.weights_version import WeightsKey
 
@@ -115,12 +116,18 @@ class PackedForward:
         positions = self.call.on_host().position_ids
         return 1 + (self.width + self.length - 1 if positions is None else int(positions.max()))
 
-    def extend_sequences(self, state: WeightsKey | None, salt: tuple[Hashable, ...] = ()) -> None:
+    def extend_sequences(
+        self,
+        state: WeightsKey | None,
+        salt: tuple[Hashable, ...] = (),
+        adapters: list[Adapter | None] | None = None,
+    ) -> None:
         """Adds the call's tokens to its sequences. What was given as embeddings is copied: the caller may write to it.
 
         Args:
             state: The key of the model's weights; `None`: steps notice when these change.
             salt: Part of the prefix-cache key of sequences that begin.
+            adapters: Of each of its sequences; `None`: those that they have.
         """
         # Hashing full blocks and recomputing preempted ones need the new ids.
         given = self.call.on_host().input_ids
@@ -128,14 +135,16 @@ class PackedForward:
         given_rows = self._given_rows()
         for row, sequence in enumerate(self.sequences):
             new = self.length - max(self.padding[row] - self.width, 0)
+            adapter = sequence.adapter if adapters is None else adapters[row]
             if sequence.num_tokens == 0:
                 sequence.position_offset, sequence.is_recomputable = self.offsets[row], True
-                sequence.extra_key = (*(state or ()), sequence.position_offset, *salt)
-            elif state is not None and sequence.extra_key[: len(state)] != state:
+                sequence.adapter, own = adapter, () if adapter is None else (adapter.key,)
+                sequence.extra_key = (*(state or ()), sequence.position_offset, *salt, *own)
+            elif adapter is not sequence.adapter or (state is not None and not sequence.is_of(state)):
                 if sequence.num_uncomputed_tokens:
-                    sequence.check_state(state)
+                    sequence.check_state(state, adapter)
                 # Older weights or another adapter wrote the beginning: only the pool has it.
-                sequence.is_recomputable = False
+                sequence.is_recomputable, sequence.adapter = False, adapter
             first = len(sequence.token_ids)
             tokens, spans = self._tokens(row, new, new_ids, given_rows, first, sequence.position_offset)
             if given_rows is not None or spans or not self._is_plain(row, sequence.position_offset):

@@ -16,6 +16,7 @@ from hf_paged.attention.padded import PaddedCache, PaddedLayout
 from hf_paged.attention.pool_attention import PoolAttention
 from hf_paged.core.batch import Batch
 from hf_paged.kernels.transfers import to_device
+from hf_paged.memory.kv_cache import KVCache
 from hf_paged.model.bound_model import BoundModel
 from hf_paged.model.mixers import PaddedStates, StateStep
 from hf_paged.model.token_inputs import TokenInputs
@@ -125,7 +126,9 @@ class PaddedRunner:
         rows, from_end = wanted
         device = layout.attention_mask.device
         own = tokens.select(to_device(np.maximum(layout.token_index, 0), device))
-        logits = self._model.logits(own, masks, cache, int(from_end.max(initial=1)))
+        keep = int(from_end.max(initial=1))
+        with self._model.adapters.running_padded(layout.token_index[:, -1], layout.query_width, keep):
+            logits = self._model.logits(own, masks, cache, keep)
         num_rows, num_columns = logits.shape[:2]
         if num_columns == 1 and len(rows) == num_rows:
             return logits[:, 0]
@@ -150,14 +153,33 @@ class PaddedRunner:
         shape = called.width, called.query_width
         layouts = [PaddedLayout(own, metadata[0].host_start_loc[:-1], device, shape) for own in metadata]
         cache = PaddedCache(layouts, attention.step(metadata), kv_cache)
-        arguments = called.arguments | {model.cache_argument: cache}
+        arguments = called.arguments | {model.cache_argument: cache, "use_cache": True, "return_dict": True}
+        if not batch.adapters:
+            return self._run_called(batch, kv_cache, called, cache, arguments, starts)
+        slots = called.spread(np.frombuffer(batch.adapters, np.int64).astype(np.int32), -1)
+        keep = called.arguments.get("logits_to_keep")
+        columns = {called.query_width, keep if isinstance(keep, int) and keep else called.query_width}
+        with model.adapters.running([np.repeat(slots, number) for number in columns]):
+            return self._run_called(batch, kv_cache, called, cache, arguments, starts)
+
+    def _run_called(
+        self,
+        batch: Batch,
+        kv_cache: KVCache,
+        called: CalledForward,
+        cache: PaddedCache,
+        arguments: dict[str, Any],
+        starts: np.ndarray,
+    ) -> Any:
+        """The forward, over states of its rows if the model has some."""
+        model, null_block = self._model, kv_cache.null_block
         if kv_cache.states is None:
-            return model.run_unpatched(use_cache=True, return_dict=True, twin=called.twin, **arguments)
+            return model.run_unpatched(twin=called.twin, **arguments)
         pages = np.frombuffer(batch.state_blocks, np.int32).reshape(batch.num_seqs, -1).astype(np.int64)
-        traits, states = model.traits, to_device(called.spread(pages, null_block), device)
+        traits, states = model.traits, to_device(called.spread(pages, null_block), kv_cache.device)
         held = PaddedStates(kv_cache.states, traits.states, states, starts == 0, traits.num_layers)
         cache.layers = held.layers
-        output = model.run_unpatched(use_cache=True, return_dict=True, twin=called.twin, **arguments)
+        output = model.run_unpatched(twin=called.twin, **arguments)
         held.write_back()
         return output
 

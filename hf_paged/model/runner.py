@@ -13,6 +13,7 @@ from hf_paged.attention.pool_attention import PoolAttention
 from hf_paged.core.batch import Batch
 from hf_paged.core.config import PagedConfig
 from hf_paged.kernels.transfers import to_device
+from hf_paged.model.adapters import slots_of
 from hf_paged.model.bound_model import BoundModel
 from hf_paged.model.graph_runner import GraphRunner
 from hf_paged.model.mixers import StateStep
@@ -48,12 +49,16 @@ class ModelRunner:
             `[K, vocab_size]`, of the rows that the batch wants; of its first token if it wants none.
         """
         model = self._model
-        if batch.is_decode and model.runs_known_code and not model.is_offloaded:
+        if batch.is_decode and not batch.adapters and model.runs_known_code and not model.is_offloaded:
             logits = self.graphs.replay(batch, attention, chosen)
             if logits is not None:
                 return logits
         with model.mode():
-            return self._run(batch, attention, embeddings, chosen)
+            if not batch.adapters:
+                return self._run(batch, attention, embeddings, chosen)
+            slots = slots_of(batch)
+            with model.adapters.running([slots, slots[np.asarray(batch.logit_rows or [0])]]):
+                return self._run(batch, attention, embeddings, chosen)
 
     def _run(self, batch: Batch, attention: PoolAttention, embeddings: Tensor | None, chosen: Tensor | None) -> Tensor:
         kv_cache, device = attention.kv_cache, attention.kv_cache.device
@@ -99,12 +104,13 @@ class ModelRunner:
             own_tokens = tokens.select(to_device(np.nonzero(mine)[0], device))
             own_metadata = [each.of(rows) for each in metadata]
             own_rows = place[logit_rows[wanted]] if len(wanted) else np.zeros(1, dtype=np.int64)
-            if chosen:
-                renamed = {row: number for number, row in enumerate(rows.tolist())}
-                own_spans = [(renamed[row], *span) for row, *span in spans]
-                found = self.padded.run(own_tokens, own_metadata, attention, own_rows, own_spans)
-            else:
-                found = self.packed.run(own_tokens, own_metadata, attention, rows_of(own_rows, attention))
+            with self._model.adapters.running_some(np.nonzero(mine)[0], np.nonzero(mine)[0][own_rows]):
+                if chosen:
+                    renamed = {row: number for number, row in enumerate(rows.tolist())}
+                    own_spans = [(renamed[row], *span) for row, *span in spans]
+                    found = self.padded.run(own_tokens, own_metadata, attention, own_rows, own_spans)
+                else:
+                    found = self.packed.run(own_tokens, own_metadata, attention, rows_of(own_rows, attention))
             if len(wanted):
                 logits.append((wanted, found))
         if len(logits) == 1:

@@ -15,11 +15,13 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from hf_paged.core.errors import UnsupportedCallError, UnsupportedModelError
 from hf_paged.core.process import PROCESS, Lasting
+from hf_paged.model.adapters import Adapters
 from hf_paged.model.hooks import HookWatch, all_modules, hook_name, is_for_rows
 from hf_paged.model.latents import Latents
 from hf_paged.model.layers import Layers
 from hf_paged.model.module_overrides import CALL, KNOWN, LIBRARY, is_library_code, is_of_library
 from hf_paged.model.placement import Placement
+from hf_paged.model.samples import samples
 from hf_paged.model.sharding import is_share, ranks_of, why_not_whole
 from hf_paged.model.spread import is_wrapped, offloading, stored
 
@@ -28,7 +30,6 @@ WeightsKey = tuple[Hashable, ...]
 # Attributes of these types are part of what a module computes.
 _NUMBERS = (bool, int, float, type(None))
 _OF_TORCH = frozenset(vars(nn.Module()))
-_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}  # by bytes of an element
 
 
 class WeightsVersion(Lasting):
@@ -58,6 +59,7 @@ class WeightsVersion(Lasting):
         model: nn.Module,
         layers: Layers | None = None,
         latents: Latents | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         """Watches `model`.
 
@@ -65,11 +67,13 @@ class WeightsVersion(Lasting):
             model: Held weakly.
             layers: Hold its code, and numbers that it computes with; forgotten when these change, or kinds of weights.
             latents: Hold parts of its weights, or what its layers make of these, dropped when either changes.
+            adapters: Know which modules are theirs, where each row may have its own: these are no part of the state.
         """
         self._model = weakref.ref(model)
         self._is_whole = ranks_of(model) is None
         self._layers = layers
         self._latents = latents
+        self._adapters = adapters
         self.state: WeightsKey = ()
         self._tensors: list[weakref.ref[Tensor]] = []
         self._versions: list[tuple[Hashable, ...]] = []
@@ -102,7 +106,7 @@ class WeightsVersion(Lasting):
         model = self._model()
         if model is None:
             raise RuntimeError("the patched model no longer exists")
-        modules = all_modules(model)
+        modules = self._modules(model)
         self.hooks.look(model, modules)
         attributes = [module.__dict__ for module in modules]
         is_same_code = self._has_same_code(modules, attributes)
@@ -119,15 +123,15 @@ class WeightsVersion(Lasting):
         if not is_same_weights or not is_same_code:
             self._check_whole(model)
         matrices = {id(t): t for t in tensors if t.ndim == 2}.values()
-        samples = [sample for matrix in matrices for sample in _samples(matrix)]
-        is_same_weights = is_same_weights and all(map(torch.equal, samples, self._samples))
+        seen = [sample for matrix in matrices for sample in samples(matrix)]
+        is_same_weights = is_same_weights and all(map(torch.equal, seen, self._samples))
         if not is_same_weights:
             self._tensors, self._versions = [weakref.ref(t) for t in tensors], versions
-            self._samples = [sample.clone() for sample in samples]
+            self._samples = [sample.clone() for sample in seen]
             self._was_stepped = False
         if not is_same_weights or not is_same_program:
             self._epoch += 1
-        adapters = _adapters(tuners)
+        adapters = self._active(tuners)
         if is_moved or not is_same_program or self.state[1:2] != (adapters,):
             self.num_moves += 1
         if self._layers is not None and not (are_same_kinds and is_same_program):
@@ -142,6 +146,16 @@ class WeightsVersion(Lasting):
             self._latents.forget()
         self.state, self._glimpse = state, self._glance(tensors)
         return (*state, autocast)
+
+    def _modules(self, model: nn.Module) -> list[nn.Module]:
+        """Those that the state is of."""
+        return all_modules(model) if self._adapters is None else self._adapters.look(model)
+
+    def _active(self, tuners: list[Any]) -> Hashable:
+        """Of PEFT's layers what is the same for all rows."""
+        if self._adapters is not None and self._adapters.is_by_row:
+            return tuple(tuple(tuner.merged_adapters) for tuner in tuners)
+        return _adapters(tuners)
 
     def _check_whole(self, model: nn.Module) -> None:
         reason = why_not_whole(model)
@@ -170,7 +184,7 @@ class WeightsVersion(Lasting):
             self._was_stepped
             or self.hooks.is_outdated
             or self._glance(tensors) != self._glimpse
-            or (bool(self._tuners) and _adapters([tuner() for tuner in self._tuners]) != self.state[1])
+            or (bool(self._tuners) and self._active([tuner() for tuner in self._tuners]) != self.state[1])
         )
 
     def _glance(self, tensors: list[Tensor]) -> list[tuple[int, int]]:
@@ -193,11 +207,13 @@ class WeightsVersion(Lasting):
             # Within accelerate's hooks, which move and fetch, it is the class's forward that computes; in steps, within
             # whatever a user has put on the model itself.
             model = modules[0]
+            # Where rows have adapters of their own, PEFT's layers are not called.
+            called = [m for m in modules if self._adapters is None or not self._adapters.replaces(m)]
             self._is_known, self._is_library = (
                 all(
                     is_library_code(m, packages)
                     or ((m is model or is_wrapped(m) or is_share(m)) and is_of_library(type(m), packages))
-                    for m in modules
+                    for m in called
                 )
                 for packages in (KNOWN, LIBRARY)
             )
@@ -278,7 +294,7 @@ class WeightsVersion(Lasting):
         """Finds all hooks, also those of modules that are new in the model."""
         model = self._model()
         if model is not None:
-            self.hooks.look(model, all_modules(model))
+            self.hooks.look(model, self._modules(model))
 
     def _current_hooks(self) -> HookWatch:
         if self.hooks.is_outdated:
@@ -312,10 +328,12 @@ class WeightsVersion(Lasting):
 
     def note_optimizer_step(self, optimizer: Optimizer) -> None:
         """Called after every step of every optimizer in the process."""
-        model = self._model()
-        if model is not None and not self._was_stepped:
-            own = {id(parameter) for parameter in model.parameters()}
-            self._was_stepped = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+        if (model := self._model()) is not None:
+            stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            own = {id(each) for module in self._modules(model) for each in module._parameters.values()}
+            self._was_stepped = any(id(parameter) in own for parameter in stepped)
+            if self._adapters is not None:
+                self._adapters.note_step(stepped)
 
 
 @lru_cache
@@ -334,21 +352,6 @@ def _tensors(attributes: list[dict[str, Any]]) -> list[Tensor]:
     lasting = [own for own in attributes if "rope_type" not in own or not is_batch_dependent(own["rope_type"])]
     tables = [own[name] for own in lasting for name in ("_parameters", "_buffers")]
     return [tensor for table in tables for tensor in table.values() if tensor is not None]
-
-
-def _samples(tensor: Tensor) -> list[Tensor]:
-    """Of a matrix on CPU, elements along diagonals, as bits: of each row and of each column at least one."""
-    if type(tensor) is not nn.Parameter or not tensor.is_cpu or not tensor.numel():
-        return []
-    if (integer := _INTEGERS.get(tensor.element_size())) is None:
-        return []
-    (rows, columns), (down, right) = tensor.shape, tensor.stride()
-    (side, length), along = sorted((rows, columns)), down if rows > columns else right
-    bits = tensor.detach().view(integer)
-    found = [bits.as_strided((length // side, side), (side * along, down + right))]
-    if length % side:
-        found.append(bits.as_strided((side,), (down + right,), bits.storage_offset() + (length - side) * along))
-    return found
 
 
 def _reference(forward: Any) -> Any:

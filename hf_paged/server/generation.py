@@ -144,6 +144,7 @@ class Generation:
         arguments: Callable[[int], dict[str, Any]],
         wakeups: Wakeups,
         timeout: float | None,
+        adapter: str | None = None,
     ) -> None:
         """Does nothing yet.
 
@@ -151,6 +152,7 @@ class Generation:
             arguments: Of `submit`, for a prompt of so many tokens.
             wakeups: Of the event loop that this runs in.
             timeout: Seconds that it may take.
+            adapter: Of `submit`.
         """
         self._engine = engine
         self._tokenizer = tokenizer
@@ -158,6 +160,7 @@ class Generation:
         self._arguments = arguments
         self._wakeups = wakeups
         self._timeout = timeout
+        self._adapter = adapter
         self._may_stop = bool(body.stops)  # before the engine's end
         self._news = asyncio.Event()
         self._fresh: deque[_Part] = deque()  # those with news
@@ -228,6 +231,7 @@ class Generation:
             top=body.wanted_of_prompt or 0,
             priority=body.priority,
             cache_salt=body.cache_salt,
+            adapter=self._adapter,
         )
         self._scores.append(request)
 
@@ -247,6 +251,7 @@ class Generation:
                 seed=seed,
                 priority=body.priority,
                 cache_salt=body.cache_salt,
+                adapter=self._adapter,
             )
         # The likeliest token has no variants: what isn't drawn is computed once, and returned as often as asked for.
         num_sequences = arguments.get("num_return_sequences", 1)
@@ -306,14 +311,6 @@ class Generation:
     async def finish(self) -> None:
         async for _ in self.updates():
             pass
-
-    def on_done(self, listener: Callable[[], None]) -> None:
-        """`listener` is called once, on any thread, when nothing that was submitted runs any more."""
-        count, number = itertools.count(1), len(self._parts)
-        for part in self._parts:
-            part.request.on_done(lambda: listener() if next(count) == number else None)
-        if not number:
-            listener()
 
     def close(self) -> None:
         """Ends what still runs. Calling it again changes nothing."""

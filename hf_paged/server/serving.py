@@ -14,7 +14,6 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from hf_paged import Engine
-from hf_paged.server.adapters import Adapters
 from hf_paged.server.errors import ApiError, bad_field, queue_full, too_long
 from hf_paged.server.formats import Formats
 from hf_paged.server.generation import Generation, submit_arguments
@@ -76,7 +75,7 @@ class Serving:
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
         self.prompts = Prompts(tokenizer, self.vocab_size, settings, processor, model, self._max_characters)
         self.names = TokenNames(tokenizer)
-        self._adapters = Adapters(model, self.engine, settings.adapters) if settings.adapters else None
+        self.engine.check_adapters(settings.adapters)
         self.metrics = Metrics(self.engine, self.model_name)
         self.requests = RequestTable()
         self.is_draining = False
@@ -179,14 +178,12 @@ class Serving:
             lambda length: self._arguments(body, length, most) | {"grammar": grammar},
             self._wakeups_here(),
             self.settings.request_timeout,
+            self._adapter_of(body),
         )
         request.state.generation = generation
         self.requests.add(request.scope["route"].path, body.model or self.model_name, body.stream, generation)
         try:
-            if self._adapters is None:
-                await self._queue(request, body, generation)
-            else:
-                await self._queue_in_turn(request, body, generation, self._adapters)
+            await self._queue(request, body, generation)
         except BaseException:
             generation.close()
             raise
@@ -207,16 +204,11 @@ class Serving:
             await unless_gone(request.receive, generation.scored())
         await self.in_thread(generation.submit)
 
-    async def _queue_in_turn(
-        self, request: Request, body: SamplingBody, generation: Generation, adapters: Adapters
-    ) -> None:
-        name = body.model if body.model in adapters.names else None
-        await adapters.turns.enter(name)
-        try:
-            await self.in_thread(adapters.switch, name)
-            await self._queue(request, body, generation)
-        finally:
-            generation.on_done(adapters.turns.leave)
+    def _adapter_of(self, body: SamplingBody) -> str | None:
+        """The adapter that a request asks for, by `submit`'s name for it."""
+        if not self.settings.adapters:
+            return None
+        return body.model if body.model in self.settings.adapters else "__base__"
 
     def _arguments(self, body: SamplingBody, num_prompt_tokens: int, most: int) -> dict[str, Any]:
         room = min(self.max_model_len, num_prompt_tokens + most)

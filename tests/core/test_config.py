@@ -75,6 +75,7 @@ INVALID: list[tuple[str, Any]] = [
     *((name, v) for name in ("use_async_batching", "cuda_graphs") for v in (0, 1, 0.0, "auto", "true", [])),
     *(("preemption", value) for value in ("Auto", "", "drop", None, 1)),
     *(("swap_space_gib", value) for value in (-1, -0.5, "4", True, float("nan"), float("inf"), 1e300)),
+    *(("adapter_space_gib", value) for value in (-1, None, "4", True, float("nan"), float("inf"), 1e300)),
     *(("kv_cache_dtype", value) for value in ("fp16", "bfloat16", None, 8)),
     *(("attention_backend", value) for value in ("sdpa", "TORCH", None)),
 ]

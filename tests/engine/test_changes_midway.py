@@ -75,6 +75,19 @@ class State:
             for name, parameter in model.named_parameters():
                 parameter.copy_(self.weights[name])
 
+    def give_later(self, model: Any, first: State) -> None:
+        """As a call goes on that began in another state: with the adapters of then, while none are merged."""
+        self.give(model)
+        layers = model.base_model
+        if self.is_merged and not self.is_disabled:
+            return
+        if self.is_merged:
+            layers.unmerge_adapter()
+        layers.enable_adapter_layers()
+        layers.set_adapter(first.names)
+        if first.is_disabled:
+            layers.disable_adapter_layers()
+
 
 class Changes:
     """Random ones, as users make them."""
@@ -145,12 +158,13 @@ class At(LogitsProcessor):
 
 @dataclass
 class Asked:
-    """A request, and what the model was: at its beginning (0), and behind so many of its tokens."""
+    """A request, and what the model was: when it was submitted, at its beginning (0), and behind so many tokens."""
 
     prompt: list[int]
     options: dict[str, Any]
     seed: int
     handle: Any
+    entry: State
     states: dict[int, State] = field(default_factory=dict)
 
     @property
@@ -159,8 +173,9 @@ class Asked:
         return sum(event.sequence == 0 for event in events)
 
     def expected(self, stock: Any) -> list[list[int]]:
-        self.states[0].give(stock)
-        later = {number: (lambda state=state: state.give(stock)) for number, state in self.states.items() if number}
+        self.states.get(0, self.entry).give_later(stock, self.entry)
+        states = {number: state for number, state in self.states.items() if number}
+        later = {n: (lambda state=state: state.give_later(stock, self.entry)) for n, state in states.items()}
         options = {name: value for name, value in self.options.items() if name != "prompt_lookup_num_tokens"}
         torch.manual_seed(self.seed)
         rows = stock.generate(
@@ -206,7 +221,7 @@ class Run:
         options = options | {"max_new_tokens": self._random.randrange(4, 20)}
         seed = self._random.randrange(2**31)
         handle = self.engine.submit(prompt, seed=seed, **options)
-        self._open.append(Asked(prompt, options, seed, handle, {0: State(self._model)}))
+        self._open.append(Asked(prompt, options, seed, handle, State(self._model)))
 
     def _step(self) -> None:
         self.engine.step()
@@ -285,7 +300,7 @@ MODE_NAMES = ["greedy", "sample", "samples", "beams", "drawn beams", "lookup"]
     ids=[*MODE_NAMES, "greedy in a loop", "samples in a loop", "beams in a loop"],
 )
 def test_a_call_goes_on_as_stock_does(both: Both, mode: dict[str, Any], has_own_code: bool) -> None:
-    """Behind six forwards another adapter is on, behind nine the first one again."""
+    """As if it were alone: behind six forwards another adapter is on, behind nine the first one again."""
     plain = {name: value for name, value in mode.items() if name != "prompt_lookup_num_tokens"}
     options = {"max_new_tokens": 20} | TOKENS
 
@@ -293,9 +308,7 @@ def test_a_call_goes_on_as_stock_does(both: Both, mode: dict[str, Any], has_own_
         return {6: lambda: model.set_adapter("two"), 9: lambda: model.set_adapter("one")}
 
     torch.manual_seed(1)
-    expected = both.stock.generate(
-        input_ids=torch.tensor([PROMPT]), logits_processor=[At(actions(both.stock))], **plain, **options
-    )[:, len(PROMPT) :].tolist()
+    expected = both.stock.generate(input_ids=torch.tensor([PROMPT]), **plain, **options)[:, len(PROMPT) :].tolist()
     torch.manual_seed(1)
     if has_own_code:
         own = [At(actions(both.model))]
@@ -324,30 +337,41 @@ def test_a_call_goes_on_as_stock_does(both: Both, mode: dict[str, Any], has_own_
     assert both.check(PROMPT + expected[0]) == 0
 
 
-def test_a_request_that_waits_begins_as_the_model_is_then(both: Both) -> None:
-    both.check(PROMPT)  # under "one" its beginning is cached
+def test_a_request_that_waits_has_the_adapter_of_its_submission(both: Both) -> None:
+    both.switch("two")
     both.engine.pause()
     request = both.engine.submit(PROMPT, max_new_tokens=12, **GREEDY, **TOKENS)
-    both.switch("two")
-    both.engine.resume()
     ids = torch.tensor([PROMPT])
     expected = both.stock.generate(input_ids=ids, max_new_tokens=12, **GREEDY, **TOKENS)[0, len(PROMPT) :].tolist()
+    both.switch("one")
+    both.engine.resume()
     assert request.result().token_ids == expected
     # It is cached as what it is: of "two".
+    assert both.check(PROMPT + expected) == 0
+    both.switch("two")
     assert both.check(PROMPT + expected) >= len(PROMPT)
-    both.switch("one")
-    assert both.check(PROMPT + expected) < len(PROMPT)
+
+
+class Switching(torch.nn.Module):
+    """Another thread switches the adapters while a step runs."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self._switch = [lambda: model.set_adapter("two")]
+
+    def forward(self, x: Tensor) -> Tensor:
+        in_background(self._switch[0]).result(60)
+        return x
 
 
 @pytest.mark.parametrize("is_taken_back", [False, True])
-def test_a_change_within_a_step_counts_as_one_before_its_end(both: Both, is_taken_back: bool) -> None:
+def test_a_change_of_weights_within_a_step_counts_as_one_before_its_end(both: Both, is_taken_back: bool) -> None:
     """Another thread may change the model while a step runs: nobody knows what that step computed."""
-    layers = both.model.base_model
+    weight = both.model.get_base_model().model.layers[0].mlp.up_proj.weight
 
-    def score_without_adapter() -> None:
-        layers.disable_adapter_layers()
+    def change(factor: float) -> None:
         with torch.no_grad():
-            both.model(torch.tensor([PROMPT]))
+            weight.mul_(factor)
 
     class Acting(torch.nn.Module):
         def __init__(self) -> None:
@@ -364,14 +388,23 @@ def test_a_change_within_a_step_counts_as_one_before_its_end(both: Both, is_take
         layer.mlp.act_fn = torch.nn.Sequential(layer.mlp.act_fn, acting)
     assert both.check(PROMPT[::-1]) == 0 < both.check(PROMPT[::-1])
     if is_taken_back:
-        first.actions.append(score_without_adapter)
-        second.actions.append(layers.enable_adapter_layers)
+        first.actions.append(lambda: change(2.0))
+        second.actions.append(lambda: change(0.5))
     else:
-        first.actions.append(lambda: both.model.set_adapter("two"))
+        first.actions.append(lambda: change(2.0))
     both.engine.submit(PROMPT, max_new_tokens=1, **GREEDY, **TOKENS).result()
     assert not first.actions and not second.actions
-    both.switch("one")
+    if not is_taken_back:
+        change(0.5)
     assert both.check(PROMPT) == 0
+
+
+def test_another_adapter_within_a_step_is_for_later_calls(both: Both) -> None:
+    for layer in both.model.get_base_model().model.layers:
+        layer.mlp.act_fn = torch.nn.Sequential(layer.mlp.act_fn, Switching(both.model))
+    assert both.check(PROMPT) == 0
+    both.switch("one")
+    assert both.check(PROMPT) == len(PROMPT) // 4 * 4
 
 
 @pytest.mark.parametrize("is_preempted", [False, True])
@@ -420,12 +453,11 @@ def test_a_row_that_was_dropped_before_the_change_says_so(caplog: pytest.LogCapt
     requests = [both.engine.submit(prompt, max_new_tokens=30, **GREEDY, **TOKENS) for prompt in prompts]
     while not both.engine.stats().num_preemptions:
         both.engine.step()
-    both.switch("two")
+    for model in (both.model, both.stock):
+        with torch.no_grad():
+            model.get_base_model().model.norm.weight.mul_(1.5)
     both.engine.resume()
     tokens = [request.result().token_ids for request in requests]
     assert "were preempted" in caplog.text
-    for prompt, own in zip(prompts, tokens, strict=True):
-        both.check(prompt + own)
-    both.switch("one")
     for prompt, own in zip(prompts, tokens, strict=True):
         both.check(prompt + own)

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 from helpers.pairs import Pair
 from helpers.state_models import STATE_MODELS, build_state_model
 from hf_paged.model import scans
+from hf_paged.model.adapters import Adapters
 from hf_paged.model.mixers import Mixers
 from hf_paged.model.scans import SCANS, find_scans
 
@@ -89,7 +90,7 @@ def test_what_else_is_left_alone() -> None:
         assert torch.equal(changed.run(wide, states.double(), new_cache()), wide(states.double(), new_cache()))
     mixer.float()
     model = nn.Sequential(mixer)
-    mixers = Mixers(model, (type(mixer),))
+    mixers = Mixers(model, (type(mixer),), Adapters())
     with mixers.scope():
         assert mixer(states, new_cache()).grad_fn is not None
         with torch.no_grad():

@@ -1,0 +1,219 @@
+"""Layers to which each row of a step has its own adapter added."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hf_paged.kernels.cpu_adapters import Table, load
+from hf_paged.kernels.cpu_decoder import Added
+from hf_paged.kernels.layers import InputError
+from hf_paged.kernels.low_rank import LowRank
+from hf_paged.kernels.transfers import to_device
+from hf_paged.model.module_overrides import CALL, ModuleOverride, has_hooks
+from hf_paged.model.peft_layers import is_merged
+
+_FIRST_SLOTS = 8
+_EMPTY = Table(0)
+
+
+class TokenSlots:
+    """Whose the tokens of a step are, by slots of adapters.
+
+    Modules are called with all tokens or with those whose logits are wanted: which of them is told by their number.
+
+    Attributes:
+        tokens: `[T]` int32, of all tokens.
+    """
+
+    def __init__(self, slots: Sequence[np.ndarray]) -> None:
+        """Takes several lists of tokens, `[tokens]` int32 each: their slots, below 0 without an adapter."""
+        self._by_count = {len(own): own for own in slots}
+        self._tensors: dict[int, Tensor] = {}
+        self.tokens = slots[0]
+
+    def of(self, num_tokens: int, module: nn.Module) -> np.ndarray:
+        """The slots of so many tokens.
+
+        Raises:
+            RuntimeError: The module is called with something else.
+        """
+        slots = self._by_count.get(num_tokens)
+        if slots is None:
+            raise RuntimeError(
+                f"an adapter changes a {type(module).__name__} that was called with {num_tokens} rows, which are not "
+                f"the tokens of its step: those are {sorted(self._by_count)}"
+            )
+        return slots
+
+    def tensor(self, slots: np.ndarray) -> Tensor:
+        """The same on the CPU as a tensor."""
+        tensor = self._tensors.get(len(slots))
+        if tensor is None:
+            tensor = self._tensors[len(slots)] = torch.from_numpy(np.ascontiguousarray(slots))
+        return tensor
+
+
+class AdaptedLayer(ModuleOverride):
+    """A layer of PEFT's, or one that a loaded adapter names, in the engine's forwards.
+
+    Attributes:
+        base: The layer without adapters, which `added` and `whole` belong to.
+        added: By slot, what is added to its result.
+        whole: By slot, what is called in its place.
+        current: Gives the rows of the step; `None`: no row has an adapter.
+        table: By slot, what the kernel in C adds.
+        num_by_torch: How many of `added` that does not take.
+    """
+
+    is_needed = True
+
+    __slots__ = ("added", "base", "before", "current", "num_by_torch", "table", "whole")
+
+    def __init__(self, module: Any, base: nn.Module, current: Callable[[], TokenSlots | None]) -> None:
+        super().__init__(module)
+        self.base, self.current = base, current
+        self.added: dict[int, LowRank] = {}
+        self.whole: dict[int, nn.Module] = {}
+        self.table = Table(_FIRST_SLOTS)
+        self.num_by_torch = 0
+        self.before: Any = None
+
+    def put(self, slot: int, added: LowRank | None, whole: nn.Module | None) -> None:
+        """Sets what an adapter does here, in the place of what another one did that had its slot."""
+        if self.added.pop(slot, None) is not None and not self.table.has(slot):
+            self.num_by_torch -= 1
+        self.whole.pop(slot, None)
+        if slot >= len(self.table):
+            self.table = self.table.grown(2 * slot)
+        self.table.put(slot, None)
+        if whole is not None:
+            self.whole[slot] = whole
+        if added is not None:
+            self.added[slot] = added
+            try:
+                self.table.put(slot, added)
+            except InputError:  # an embedding, or one that torch adds
+                self.num_by_torch += 1
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if has_hooks(self.module):
+            raise RuntimeError(f"hooks were put on {type(self.module).__name__}, to which rows have adapters added")
+        rows = self.current()
+        if rows is None or not (self.added or self.whole) or is_merged(self.module):
+            return self._call_base(args, kwargs)
+        states: Tensor = args[0] if args else next(iter(kwargs.values()))
+        is_embedding = not states.is_floating_point()
+        shape = states.shape if is_embedding else states.shape[:-1]
+        slots = rows.of(shape.numel(), self.base)
+        mine = set(np.unique(slots).tolist())
+        if replaced := sorted(mine & self.whole.keys()):
+            return self._call_each(states, slots, replaced, args, kwargs)
+        result = self._call_base(args, kwargs)
+        own = sorted(mine & self.added.keys())
+        if own:
+            own = self._add_by_kernel(states, result, rows.tensor(slots), own)
+        if own:
+            flat = result.reshape(-1, result.shape[-1])
+            inputs = states.reshape(-1) if is_embedding else states.reshape(-1, states.shape[-1])
+            for slot in own:
+                places = to_device(np.flatnonzero(slots == slot), flat.device)
+                flat[places] = _with_added(inputs[places], flat[places], self.added[slot], self.base)
+            result = flat.view(result.shape)
+        return result
+
+    def _add_by_kernel(self, states: Tensor, result: Tensor, slots: Tensor, own: list[int]) -> list[int]:
+        """Adds what the kernel in C takes; returns the slots that it leaves."""
+        kernel = load(result.dtype)
+        if isinstance(kernel, str) or not result.is_cpu:
+            return own
+        try:
+            bias = getattr(self.base, "bias", None)
+            kernel.add(states, result, slots, self.table, None if bias is None else bias.detach())
+        except InputError:
+            return own
+        return [slot for slot in own if not self.table.has(slot)]
+
+    def _call_base(self, args: Any, kwargs: Any) -> Any:
+        if self.base is not self.module:
+            return self.base(*args, **kwargs)
+        return (self.before or self.module._call_impl)(*args, **kwargs)
+
+    def _call_each(self, states: Tensor, slots: np.ndarray, replaced: list[int], args: Any, kwargs: Any) -> Tensor:
+        """Calls what stands in this layer's place for the rows of each adapter, and itself for all others."""
+        flat = states.flatten(0, 1) if states.ndim > 1 else states
+        result: Tensor | None = None
+        for slot in (None, *replaced):
+            places = np.flatnonzero(~np.isin(slots, replaced) if slot is None else slots == slot)
+            if not len(places):
+                continue
+            index = to_device(places, states.device)
+            part = flat[index][None]
+            found = self._call_base((part,), {}) if slot is None else self.whole[slot](part)
+            if result is None:
+                result = found.new_empty(len(slots), *found.shape[2:])
+            result[index] = found[0]
+        assert result is not None
+        return result.view(*states.shape[:2], *result.shape[1:]) if states.ndim > 1 else result
+
+
+def added_to(modules: list[nn.Module], states: Tensor) -> Added | None:
+    """What is added in a step behind linear layers with these states, or with what becomes of them.
+
+    Args:
+        modules: The layers, in the order of `Added.tables`.
+        states: `[1, tokens, width]`.
+
+    Raises:
+        InputError: Not by the kernel alone.
+    """
+    found = [own for module in modules if isinstance(own := module.__dict__.get(CALL), AdaptedLayer)]
+    layers = [layer for layer in found if not is_merged(layer.module)]
+    rows = next((rows for layer in layers if (rows := layer.current()) is not None), None)
+    if rows is None:
+        return None
+    if any(layer.whole or layer.num_by_torch or has_hooks(layer.module) for layer in layers):
+        raise InputError("decoder layer", "adapters of the kernel's", states=states)
+    tables = {id(layer.module): layer.table for layer in layers}
+    slots = rows.tensor(rows.of(states.shape[1], modules[0]))
+    return Added(slots, [tables.get(id(module), _EMPTY) for module in modules])
+
+
+def _with_added(states: Tensor, result: Tensor, own: LowRank, base: Any) -> Tensor:
+    """A layer's result for rows of one adapter, by torch. Of an embedding, `states` are ids."""
+    if not states.is_floating_point():
+        more = (own.a.t()[states] @ own.b.t()) * own.scale
+        scale = getattr(base, "embed_scale", None)
+        return (result + (more if scale is None else more * scale.to(more.dtype))).to(result.dtype)
+    more = nn.functional.linear(nn.functional.linear(states.to(own.a.dtype), own.a), own.b, own.bias) * own.scale
+    if own.output_scale is not None:
+        bias = getattr(base, "bias", None)
+        plain = result if bias is None else result - bias
+        return (result + (own.output_scale - 1) * plain + (own.output_scale - 1) * more + more).to(result.dtype)
+    return (result + more).to(result.dtype)
+
+
+@contextmanager
+def adapting(layers: list[AdaptedLayer], thread_id: int) -> Iterator[None]:
+    """Within it, this thread's forwards call these layers so, around what stands in for them already."""
+    try:
+        for layer in layers:
+            table = layer.module.__dict__
+            layer.before = table.get(CALL)
+            layer.thread_id = thread_id
+            table[CALL] = layer
+        yield
+    finally:
+        for layer in layers:
+            table = layer.module.__dict__
+            layer.thread_id = None
+            if layer.before is None:
+                table.pop(CALL, None)
+            else:
+                table[CALL] = layer.before
+            layer.before = None

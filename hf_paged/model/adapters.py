@@ -1,0 +1,377 @@
+"""`Adapters`: which adapters a model has, which of them a call's rows take, and the step's rows while it runs."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import count
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hf_paged.core.batch import Batch
+from hf_paged.kernels.low_rank import LowRank
+from hf_paged.model import peft_layers
+from hf_paged.model.adapted_layers import AdaptedLayer, TokenSlots, adapting
+from hf_paged.model.adapter_files import AdapterWeights
+from hf_paged.model.adapter_store import Adapter as Pinned
+from hf_paged.model.adapter_store import AdapterStore
+from hf_paged.model.hooks import all_modules
+from hf_paged.model.peft_layers import BASE
+from hf_paged.model.samples import samples
+
+MOST_KEPT = 64  # sets of PEFT's adapters that are looked up quickly
+
+Choice = tuple[tuple[str, ...], ...]
+"""Of each of PEFT's layers, the names of the adapters that are taken there."""
+
+
+class Weights(NamedTuple):
+    """What an adapter is, by the ids of the layers without adapters.
+
+    Attributes:
+        added: Behind them.
+        whole: In their place.
+        tensors: All that both are made of, where they may change.
+    """
+
+    added: dict[int, LowRank]
+    whole: dict[int, nn.Module]
+    tensors: list[Tensor]
+
+
+class Adapter:
+    """What is added to the model for some rows: an adapter, or several that are active together.
+
+    Its slot is its own until nothing refers to it any more; rows that are generated do.
+
+    Attributes:
+        name: In messages.
+        slot: Its number in steps.
+        uid: Of no other one in the process, and
+        version: how often its weights have changed.
+        is_stepped: Whether an optimizer has changed them since they were read.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_read",
+        "_samples",
+        "_state",
+        "is_stepped",
+        "name",
+        "slot",
+        "uid",
+        "version",
+        "weights",
+    )
+
+    _uids = count(1)
+
+    def __init__(self, name: str, slot: int, read: Callable[[], Weights], uid: Hashable = None) -> None:
+        self.name, self.slot, self._read = name, slot, read
+        self.uid = next(self._uids) if uid is None else uid
+        self.version, self.is_stepped = 0, False
+        self.weights = read()
+        self._state, self._samples = self._look()
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """Part of the prefix-cache key of its rows."""
+        return ("adapter", self.uid, self.version)
+
+    def has_moved(self) -> bool:
+        """Whether its tensors were written to, as far as they count that."""
+        return self.is_stepped or _versions(self.weights.tensors) != self._state
+
+    def refresh(self) -> bool:
+        """Reads its weights anew if they changed since it was last asked; whether they did."""
+        if not self.has_moved() and all(map(torch.equal, _samples(self.weights.tensors), self._samples)):
+            return False
+        self.is_stepped = False
+        self.weights = self._read()
+        self._state, self._samples = self._look()
+        self.version += 1
+        return True
+
+    def _look(self) -> tuple[list[tuple[int, ...]], list[Tensor]]:
+        return _versions(self.weights.tensors), [own.clone() for own in _samples(self.weights.tensors)]
+
+
+def _versions(tensors: list[Tensor]) -> list[tuple[int, ...]]:
+    return [(id(t), 0 if t.is_inference() else t._version, t.data_ptr()) for t in tensors]
+
+
+def _samples(tensors: list[Tensor]) -> list[Tensor]:
+    return [own for tensor in tensors if tensor.ndim == 2 for own in samples(tensor)]
+
+
+class Adapters:
+    """Of one model. What changes them is called with the pool's lock held.
+
+    Attributes:
+        why_own_code: Why PEFT's own forwards have to run, with the same adapters for all rows, as of the last look;
+            `None`: each row may have its own.
+    """
+
+    def __init__(self, is_whole: bool = True) -> None:
+        """`is_whole`: the model is not split between processes."""
+        self._is_whole = is_whole
+        self._modules: dict[str, nn.Module] = {}
+        self.why_own_code: str | None = None
+        self._layers: list[AdaptedLayer] = []
+        self._tuners: list[Any] = []
+        self._sets: OrderedDict[Choice, Adapter] = OrderedDict()
+        self._live: weakref.WeakSet[Adapter] = weakref.WeakSet()
+        self._loaded: weakref.WeakValueDictionary[int, Adapter] = weakref.WeakValueDictionary()
+        self._named: dict[int, AdaptedLayer] = {}  # layers that loaded adapters name, and PEFT has not
+        self._free: list[int] = []
+        self._gone: list[tuple[int, Pinned | None]] = []  # of adapters that nothing refers to any more
+        self._num_slots = 0
+        self.store: AdapterStore | None = None
+        self._rows: TokenSlots | None = None
+
+    # Which a call takes
+
+    def look(self, model: nn.Module) -> list[nn.Module]:
+        """Finds PEFT's layers anew; returns the modules that all rows share, or all, where PEFT's own code runs."""
+        self._clear_gone()
+        modules = peft_layers.shared_modules(model)
+        tuners = [module for module in modules if peft_layers.is_tuner(module)]
+        if len(tuners) != len(self._tuners) or any(map(operator.is_not, tuners, self._tuners)):
+            self._tuners = tuners
+            self._sets.clear()
+            self._set_layers()
+        self.why_own_code = next((why for layer in tuners if (why := peft_layers.why_own_code(layer))), None)
+        if tuners and not self._is_whole:
+            self.why_own_code = "the model is split between processes (tp_plan)"
+        return modules if self.why_own_code is None else all_modules(model)
+
+    @property
+    def is_by_row(self) -> bool:
+        """Whether each row may have its own."""
+        return self.why_own_code is None
+
+    def replaces(self, module: nn.Module) -> bool:
+        """Whether a module's own forward is not called in steps."""
+        return self.is_by_row and peft_layers.is_tuner(module)
+
+    def active(self) -> Adapter | None:
+        """What PEFT's layers would add now, as `set_adapter` and the like have left them; `None`: nothing.
+
+        Nor where PEFT's own code runs.
+        """
+        if not self.is_by_row:
+            return None
+        return self._of(tuple([peft_layers.active_names(layer) for layer in self._tuners]))
+
+    def check(self, names: Sequence[str]) -> None:
+        """Raises `ValueError` if there are no adapters of such names."""
+        unknown = sorted({str(name) for name in names if not self.knows(name)})
+        if unknown:
+            raise ValueError(f"Trying to infer with non-existing adapter(s): {', '.join(unknown)}")
+
+    def knows(self, name: str) -> bool:
+        """Whether there is an adapter of this name, of PEFT's or loaded, or it says that there is to be none."""
+        return name == BASE or self.is_loaded(name) or any(name in _names(layer) for layer in self._tuners)
+
+    def is_loaded(self, name: str) -> bool:
+        """Whether it was loaded by `load`."""
+        return self.store is not None and name in self.store
+
+    def named(self, names: Sequence[str], pinned: dict[str, Pinned]) -> list[Adapter | None]:
+        """Those of these names; `"__base__"`: none.
+
+        Args:
+            pinned: Those of the store, which are unpinned when nothing refers to them any more.
+
+        Raises:
+            ValueError: There are none of such names, or they can't be chosen by row now.
+        """
+        self.check([name for name in names if name not in pinned])
+        if any(map(peft_layers.is_merged, self._tuners)):
+            raise ValueError(
+                "Cannot pass `adapter_names` when there are merged adapters, please call `unmerge_adapter` first."
+            )
+        found = {
+            name: self._of(tuple([peft_layers.own_names(layer, (name,)) for layer in self._tuners]))
+            for name in dict.fromkeys(names)
+            if name != BASE and name not in pinned
+        }
+        found |= {name: self._of_store(own) for name, own in pinned.items()}
+        return [found.get(name) for name in names]
+
+    def _of(self, choice: Choice) -> Adapter | None:
+        if not any(choice):
+            return None
+        adapter = self._sets.get(choice)
+        if adapter is None:
+            name = " and ".join(dict.fromkeys(name for names in choice for name in names))
+            adapter = self._sets[choice] = self._make(name, lambda: _read(self._tuners, choice))
+            if len(self._sets) > MOST_KEPT:
+                self._sets.popitem(last=False)
+        self._sets.move_to_end(choice)
+        return adapter
+
+    def _of_store(self, pinned: Pinned) -> Adapter:
+        adapter = self._loaded.get(pinned.uid)
+        if adapter is not None:
+            self._gone.append((-1, pinned))  # once is enough
+            return adapter
+        weights = pinned.weights
+        assert weights is not None
+        made = self._make(pinned.name, lambda: self._placed(weights), ("loaded", pinned.uid), pinned)
+        self._loaded[pinned.uid] = made
+        return made
+
+    def _make(
+        self, name: str, read: Callable[[], Weights], uid: Hashable = None, pinned: Pinned | None = None
+    ) -> Adapter:
+        self._clear_gone()
+        slot = self._free.pop() if self._free else self._num_slots
+        adapter = Adapter(name, slot, read, uid)
+        self._num_slots = max(self._num_slots, slot + 1)
+        weakref.finalize(adapter, self._gone.append, (slot, pinned))
+        self._live.add(adapter)
+        self._put(adapter)
+        return adapter
+
+    def _put(self, adapter: Adapter) -> None:
+        added, whole, _ = adapter.weights
+        for layer in self._layers:
+            place = id(layer.base)
+            layer.put(adapter.slot, added.get(place), whole.get(place))
+
+    def _clear_gone(self) -> None:
+        """Frees the slots of adapters that nothing refers to any more."""
+        while self._gone:
+            slot, pinned = self._gone.pop()
+            if pinned is not None and self.store is not None:
+                self.store.unpin(pinned)
+            if slot >= 0:
+                for layer in self._layers:
+                    layer.put(slot, None, None)
+                self._free.append(slot)
+
+    def _set_layers(self) -> None:
+        tuned = {id(peft_layers.inner(each)) for each in self._tuners}
+        self._layers = [AdaptedLayer(each, peft_layers.inner(each), self._current) for each in self._tuners]
+        self._layers += [layer for place, layer in self._named.items() if place not in tuned]
+        for adapter in list(self._live):
+            self._put(adapter)
+
+    # Loaded ones
+
+    def know(self, model: nn.Module, weights: AdapterWeights) -> None:
+        """Prepares the layers that a loaded adapter changes."""
+        for name in (*weights.linears, *weights.embeddings, *weights.saved):
+            module = model.get_submodule(name)
+            self._named.setdefault(id(module), AdaptedLayer(module, module, self._current))
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._set_layers()
+
+    def _placed(self, weights: AdapterWeights) -> Weights:
+        """By the ids of the model's modules, on their devices."""
+        added: dict[int, LowRank] = {}
+        whole: dict[int, nn.Module] = {}
+        for name, own in (*weights.linears.items(), *weights.embeddings.items()):
+            module = self._modules[name]
+            added[id(module)] = own.to(next(module.parameters()).device)
+        for name, tensors in weights.saved.items():
+            module = self._modules[name]
+            whole[id(module)] = copied = copy.deepcopy(module)
+            copied.load_state_dict(tensors)
+        return Weights(added, whole, [])
+
+    # While they change
+
+    def note_step(self, parameters: list[Tensor]) -> None:
+        """An optimizer has stepped that holds these."""
+        own = set(map(id, parameters))
+        for adapter in list(self._live):
+            adapter.is_stepped |= any(id(tensor) in own for tensor in adapter.weights.tensors)
+
+    def have_moved(self) -> bool:
+        """Whether some that rows may have were written to since `refresh`."""
+        return any(adapter.has_moved() for adapter in list(self._live))
+
+    def refresh(self) -> bool:
+        """Takes over what changed of those that rows may have; whether anything did."""
+        changed = [adapter for adapter in list(self._live) if adapter.refresh()]
+        for adapter in changed:
+            self._put(adapter)
+        return bool(changed)
+
+    # In a step
+
+    @contextmanager
+    def running(self, slots: Sequence[np.ndarray]) -> Iterator[None]:
+        """Within it, the model's modules are called with tokens of these slots; see `TokenSlots`."""
+        outer, self._rows = self._rows, TokenSlots(slots)
+        try:
+            yield
+        finally:
+            self._rows = outer
+
+    def running_some(self, tokens: slice | np.ndarray, *others: np.ndarray) -> AbstractContextManager[None]:
+        """Within it, they are called with some of the step's tokens: these, or these others."""
+        if self._rows is None:
+            return nullcontext()
+        return self.running([self._rows.tokens[own] for own in (tokens, *others)])
+
+    def running_padded(self, first_tokens: np.ndarray, *columns: int) -> AbstractContextManager[None]:
+        """Within it, they are called with `[rows, columns]`, so many columns or so many.
+
+        Args:
+            first_tokens: `[rows]`, one of the tokens of each row.
+        """
+        return self.running_some(*[np.repeat(first_tokens, number) for number in columns])
+
+    def _current(self) -> TokenSlots | None:
+        return self._rows
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Within it, this thread's forwards add to each row what is its own."""
+        if not self._layers or not self.is_by_row:
+            if self._rows is not None:
+                raise RuntimeError(f"rows have adapters of their own, but now {self.why_own_code}")
+            yield
+            return
+        with adapting(self._layers, threading.get_ident()):
+            yield
+
+
+def slots_of(batch: Batch) -> np.ndarray:
+    """`[T]` int32, the slot of each of a batch's tokens."""
+    slots = np.frombuffer(batch.adapters, np.int64).astype(np.int32)
+    return np.repeat(slots, np.frombuffer(batch.query_lens, np.int64))
+
+
+def _names(layer: Any) -> list[str]:
+    if peft_layers.is_wrapper(layer):
+        return list(layer.modules_to_save)
+    return [*layer.lora_A, *layer.lora_embedding_A]
+
+
+def _read(layers: list[Any], choice: Choice) -> Weights:
+    added: dict[int, LowRank] = {}
+    whole: dict[int, nn.Module] = {}
+    tensors: list[Tensor] = []
+    for layer, names in zip(layers, choice, strict=True):
+        if not names:
+            continue
+        place = id(peft_layers.inner(layer))
+        if peft_layers.is_wrapper(layer):
+            whole[place] = layer.modules_to_save[names[0]]
+        else:
+            added[place] = peft_layers.added(layer, names)
+        tensors += peft_layers.tensors_of(layer, names)
+    return Weights(added, whole, tensors)

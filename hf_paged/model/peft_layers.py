@@ -1,0 +1,136 @@
+"""PEFT's layers as data: what an adapter adds behind a layer, or puts in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_paged.kernels.low_rank import LowRank
+from hf_paged.model.module_overrides import has_hooks
+
+BASE = "__base__"  # PEFT's name for no adapter
+_MODULE = "peft.tuners.lora."
+# Classes whose forward is that of the layer inside, and what each active adapter adds to it.
+_KINDS = (
+    *("Linear", "Embedding", "Linear8bitLt", "Linear4bit", "TorchaoLoraLinear", "HqqLoraLinear", "GPTQLoraLinear"),
+    *("AwqLoraLinear", "EetqLoraLinear", "AqlmLoraLinear", "IncLoraLinear"),
+)
+_KEPT = "adapter_layer_names"  # the attribute of PEFT's layers that names what they keep of adapters
+
+
+def is_tuner(module: nn.Module) -> bool:
+    """Whether it is a layer of PEFT's around another one, or instead of it."""
+    return hasattr(module, "active_adapters") and hasattr(type(module), _KEPT)
+
+
+def inner(layer: Any) -> nn.Module:
+    """The layer without adapters."""
+    own: nn.Module = layer.original_module if is_wrapper(layer) else layer.base_layer
+    return own
+
+
+def without_adapters(module: nn.Module) -> nn.Module:
+    """The layer that a module is, or that PEFT's layer is around."""
+    return inner(module) if is_tuner(module) else module
+
+
+def is_wrapper(layer: nn.Module) -> bool:
+    """Whether adapters put modules of their own in the place of one."""
+    return hasattr(layer, "original_module")
+
+
+def shared_modules(model: nn.Module) -> list[nn.Module]:
+    """The model's modules that are no adapter's, each once, in the order of `model.modules()`."""
+    found: dict[int, nn.Module] = {}
+    stack: list[nn.Module | None] = [model]
+    while stack:
+        module = stack.pop()
+        if module is not None and id(module) not in found:
+            found[id(module)] = module
+            stack += [inner(module)] if is_tuner(module) else reversed(module._modules.values())
+    return list(found.values())
+
+
+def why_own_code(layer: Any) -> str | None:
+    """Why only PEFT's own forward of a layer is right, with one choice for all rows; `None`: it is not needed."""
+    kind = type(layer)
+    name = f"{kind.__module__}.{kind.__name__}"
+    if is_wrapper(layer):
+        return None if hasattr(layer, "modules_to_save") else f"{name} trains a part of a module"
+    if not kind.__module__.startswith(_MODULE) or kind.__name__ not in _KINDS:
+        return f"{name} is not a LoRA layer that runs for each row"
+    if has_hooks(layer):
+        return f"hooks look at a {name}"
+    variants = {
+        type(each).__name__ if not isinstance(each, type) else each.__name__ for each in layer.lora_variant.values()
+    }
+    odd = sorted(variants - {"DoraLinearVariant"})
+    return f"{name} has a {odd[0]}" if odd else None
+
+
+def own_names(layer: Any, names: Sequence[str]) -> tuple[str, ...]:
+    """Those of some adapters' names that have something in a layer."""
+    if is_wrapper(layer):
+        return tuple(name for name in names if name in layer.modules_to_save)
+    return tuple(name for name in names if name in layer.lora_A or name in layer.lora_embedding_A)
+
+
+def active_names(layer: Any) -> tuple[str, ...]:
+    """The adapters that a layer is set to."""
+    return () if layer.disable_adapters else own_names(layer, layer.active_adapters)
+
+
+def is_merged(layer: Any) -> bool:
+    """Whether adapters are in the weights: then nothing is added, for any row."""
+    return bool(getattr(layer, "merged", False))
+
+
+def tensors_of(layer: Any, names: Sequence[str]) -> list[Tensor]:
+    """What adapters keep in a layer, and what else is part of `added`."""
+    if is_wrapper(layer):
+        kept = [layer.modules_to_save[name] for name in names]
+        return [tensor for own in kept for tensor in (*own.parameters(), *own.buffers())]
+    tables = [getattr(layer, table) for table in type(layer).adapter_layer_names if hasattr(layer, table)]
+    kept = [table[name] for table in tables for name in names if name in table]
+    found = [t for own in kept for t in ([own] if isinstance(own, Tensor) else own.parameters())]
+    if any(name in layer.lora_magnitude_vector for name in names):
+        found += list(layer.get_base_layer().parameters())
+    return found
+
+
+@torch.no_grad()
+def added(layer: Any, names: Sequence[str]) -> LowRank:
+    """What these adapters together add behind a LoRA layer; of an embedding, `a` is `[rank, words]`."""
+    parts = [_one(layer, name) for name in names]
+    if len(parts) == 1:
+        return parts[0]
+    if any(part.output_scale is not None for part in parts):
+        raise ValueError(f"DoRA adapters can't be active together with others: {', '.join(names)}")
+    biases = [part.scale * part.bias for part in parts if part.bias is not None]
+    return LowRank(
+        a=torch.cat([part.a for part in parts]),
+        b=torch.cat([part.scale * part.b for part in parts], dim=1),
+        scale=1.0,
+        bias=sum(biases[1:], biases[0]) if biases else None,
+    )
+
+
+def _one(layer: Any, name: str) -> LowRank:
+    scale = float(layer.scaling[name])
+    if name in layer.lora_embedding_A:
+        return LowRank(layer.lora_embedding_A[name].detach(), layer.lora_embedding_B[name].detach(), scale)
+    first, last = layer.lora_A[name], layer.lora_B[name]
+    a, b = first.weight.detach(), last.weight.detach()
+    output_scale = None
+    if name in layer.lora_magnitude_vector:
+        dora = layer.lora_magnitude_vector[name]
+        from peft.utils.integrations import dequantize_module_weight
+
+        weight = dequantize_module_weight(layer.get_base_layer()).to(a.dtype)
+        norm = dora.get_weight_norm(weight=weight, lora_weight=b @ a, scaling=scale)
+        output_scale = (dora.weight.detach() / norm).float().contiguous()
+    bias = None if last.bias is None else last.bias.detach()
+    return LowRank(a, b, scale, bias, output_scale)

@@ -387,7 +387,7 @@ PIECES: dict[str, Callable[[Bench], Points]] = {
     "step": step_points,
 }
 # What says most first
-DEFAULT = ["8b-decode", "8b-profile", "8b-sharegpt", "0.6b-decode"]
+DEFAULT = ["8b-decode", "8b-sharegpt", "8b-profile", "0.6b-decode"]
 DEFAULT += [
     name
     for model in ("8b", "0.6b")

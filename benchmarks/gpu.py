@@ -74,7 +74,7 @@ def steps(state: Path) -> list[Step]:
         Step("smoke-tests", program("gpu_tests", "--smoke", *out), needs=30),
         Step("smoke-step", [*generate, "--only", "8b_4layers-step"]),
         Step("kernels", program("gpu_kernels", *out, "--only", *KERNELS_FIRST)),
-        Step("generate", [*generate, "--only", "8b-decode", "8b-profile"], needs=90),
+        Step("generate", [*generate, "--only", "8b-decode", "8b-sharegpt", "8b-profile"], needs=90),
         Step("tests", program("gpu_tests", *out)),
     ]
     sanitizer = shutil.which("compute-sanitizer", path=PATH)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import hf_paged
 from helpers.models import build, ragged_batch, random_ids
+from helpers.state_models import build_state_model
 from helpers.waiting import at_once
 from hf_paged.memory.swap_space import SwapSpace
 from hf_paged.model.step_memory import StepMemory
@@ -150,3 +152,51 @@ def test_half_precision_up_to_near_ties(dtype: torch.dtype) -> None:
     ours, theirs = (model.generate(ids, max_new_tokens=24) for model in (paged, stock))
     comparison = compare_generations(stock, ids, theirs, ours)
     assert comparison, comparison.summary
+
+
+def _lora(model: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config).base_model.model.eval()
+
+
+def _calls(model: Any, **arguments: Any) -> Any:
+    """Prompts of many lengths, in chunks, beside rows that decode: most steps are mixed."""
+    prompts = [random_ids(1, 3 + 11 * number, seed=number)[0].tolist() for number in range(6)]
+    if not hasattr(model, "paged"):
+        given = [torch.tensor([prompt], device="cuda") for prompt in prompts]
+        return [model.generate(ids, max_new_tokens=12, **arguments)[0, ids.shape[1] :].tolist() for ids in given]
+    return [output.token_ids for output in model.paged.generate(prompts, max_new_tokens=12, **arguments)]
+
+
+def _call(model: Any, **arguments: Any) -> Any:
+    torch.manual_seed(0)
+    ids = torch.cat([random_ids(1, 6, seed=3)] * 3, dim=1).to("cuda")  # with something to look up
+    return [model.generate(ids, max_new_tokens=16, **arguments)[0].tolist()]
+
+
+KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "greedy": (lambda: build("llama"), _call),
+    "sampling": (lambda: build("llama"), lambda model: _call(model, do_sample=True, top_k=20, top_p=0.9)),
+    "hybrid": (lambda: build_state_model("lfm2"), _call),
+    "mixed": (lambda: build("llama"), _calls),
+    "lookup": (lambda: build("llama"), lambda model: _call(model, prompt_lookup_num_tokens=3)),
+    "lora": (lambda: _lora(build("llama")), _call),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_step(kind: str) -> None:
+    """As stock, with graphs of what the rules say can be recorded: a recording that fails is a fault on a GPU."""
+    make, call = KINDS[kind]
+    stock = make().to("cuda")
+    settings = {"block_size": 4, "num_blocks": 256, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+    paged = hf_paged.patch(copy.deepcopy(stock), **settings)
+    done, core = paged.paged.warm_up(), paged.paged.core
+    print(kind, done, *paged.paged.explain(), sep="\n")
+    assert (done.no_graphs is None) == (core.bound.why_unrecorded is None), done.no_graphs
+    assert call(stock) == call(paged)
+    graphs = core.runner.graphs.held
+    assert graphs is None or graphs.reason is None
+    paged.paged.check_invariants()

@@ -424,11 +424,16 @@ class Worker:
                 threads.submit(_plain, own).result()
 
     def bytes_a_block(self, model: str, settings: dict[str, Any]) -> Any:
-        own = self.model(model)
+        own, refused = self.model(model), ""
+        try:
+            hf_paged.patch(own, cuda_graphs=True)
+        except ValueError as error:
+            refused = str(error)
         hf_paged.patch(own, **settings)
         own.generate(PROMPTS[1:], max_new_tokens=2)
         held = own.paged.core.pool.kv_cache.tensor
         found = {"bytes": own.paged.bytes_per_block, "tensor": held.numel() * held.element_size()}
+        found |= {"refused": refused, "no_graphs": own.paged.core.bound.why_unrecorded}
         hf_paged.unpatch(own)
         return found
 

@@ -257,10 +257,11 @@ def tiling(widths: LatentWidths, device: Device) -> Tiling:
     if widths.itemsize == 4:  # no tensor cores multiply float32 exactly: the product lives in registers
         return Tiling(rows=16, tokens=16, num_warps=8, num_stages=2)
     is_light = device.reads_shared_factors and widths.pool_itemsize > 1  # else factors take registers, too
-    most = 64 if is_light or widths.padded[0] <= 256 else 32
+    is_decoded = widths.pool_itemsize == 1 and not device.has_native_fp8  # codes, by shifts in registers
+    most = 64 if is_light or widths.padded[0] <= 256 else 16 if is_decoded else 32
     rows = max(16, min(most, next_power_of_two(widths.num_heads)))
     tokens, stages = (64, 3) if padded <= 320 else (32, 2 if rows > 32 else 3)
-    if widths.pool_itemsize == 1 and device.shared_memory <= 65_536:  # AMD's: codes are decoded into registers
+    if is_decoded and device.shared_memory <= 65_536:  # AMD's, where they take more of them
         tokens = 16
     is_wide = rows > 16 or widths.pool_itemsize == 1  # what fp8 codes become takes registers
     shape = Tiling(rows, tokens, num_warps=8 if is_wide else 4, num_stages=stages)

@@ -74,7 +74,7 @@ class EngineCore:
         self.weights_version = state = WeightsVersion(model, self.layers, latents, adapters)
         # What a user's own code sees is its to keep, and must be ordinary tensors.
         self.bound = bound = BoundModel(model, forward, self.layers.scope, traits, state, config, latents, adapters)
-        self.runner = ModelRunner(bound, lambda: state.num_moves, config)
+        self.runner = ModelRunner(bound, lambda: state.num_moves + adapters.num_moves, config)
         self.pool = KVPool(config, bound)
         self.executor = StepExecutor(self.pool, bound, self.runner, self.look_at_weights, state.check_rows)
         self.ranks: Leader | Follower | None = None

@@ -87,6 +87,11 @@ class Adapter:
         """Part of the prefix-cache key of its rows."""
         return ("adapter", self.uid, self.version)
 
+    @property
+    def places(self) -> list[tuple[int, ...]]:
+        """Where its tensors lie."""
+        return [(number, address) for number, _, address in self._state]
+
     def has_moved(self) -> bool:
         """Whether its tensors were written to, as far as they count that."""
         return self.is_stepped or _versions(self.weights.tensors) != self._state
@@ -119,6 +124,7 @@ class Adapters:
     Attributes:
         why_own_code: Why PEFT's own forwards have to run, with the same adapters for all rows, as of the last look;
             `None`: each row may have its own.
+        num_moves: How often some have come to lie elsewhere in memory.
     """
 
     def __init__(self, is_whole: bool = True) -> None:
@@ -135,6 +141,8 @@ class Adapters:
         self._free: list[int] = []
         self._gone: list[tuple[int, Pinned | None]] = []  # of adapters that nothing refers to any more
         self._num_slots = 0
+        self._is_as_set = False
+        self.num_moves = 0
         self.store: AdapterStore | None = None
         self._rows: TokenSlots | None = None
 
@@ -304,12 +312,29 @@ class Adapters:
 
     def refresh(self) -> bool:
         """Takes over what changed of those that rows may have; whether anything did."""
-        changed = [adapter for adapter in list(self._live) if adapter.refresh()]
+        places = {adapter: adapter.places for adapter in list(self._live)}
+        changed = [adapter for adapter in places if adapter.refresh()]
         for adapter in changed:
             self._put(adapter)
+        self.num_moves += any(adapter.places != places[adapter] for adapter in changed)
         return bool(changed)
 
     # In a step
+
+    def are_set(self, batch: Batch) -> bool:
+        """Whether what a batch's rows have is what the model is set to: then PEFT's own forwards are right."""
+        active = self.active() if self._layers else None
+        slot = -1 if active is None else active.slot
+        return all(own == slot for own in batch.adapters or (-1,))
+
+    @contextmanager
+    def as_set(self) -> Iterator[None]:
+        """Within it, forwards have what the model is set to, by PEFT's own code: they are recorded with that."""
+        self._is_as_set = True
+        try:
+            yield
+        finally:
+            self._is_as_set = False
 
     @contextmanager
     def running(self, slots: Sequence[np.ndarray]) -> Iterator[None]:
@@ -340,7 +365,7 @@ class Adapters:
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Within it, this thread's forwards add to each row what is its own."""
-        if not self._layers or not self.is_by_row:
+        if not self._layers or not self.is_by_row or self._is_as_set:
             if self._rows is not None:
                 raise RuntimeError(f"rows have adapters of their own, but now {self.why_own_code}")
             yield

@@ -102,7 +102,7 @@ class GraphRunner:
         def forward(ids: Tensor, positions: Tensor, metadata: Sequence[DecodeMetadata]) -> Tensor:
             own = pool()
             assert own is not None
-            with model.mode():
+            with model.mode(), model.adapters.as_set():
                 return packed.run(TokenInputs(ids, positions), metadata, own, None, is_compiled=is_compiled)
 
         return DecodeGraphs(forward, kv_cache, max_num_seqs, max_blocks, record)

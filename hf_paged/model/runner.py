@@ -49,7 +49,8 @@ class ModelRunner:
             `[K, vocab_size]`, of the rows that the batch wants; of its first token if it wants none.
         """
         model = self._model
-        if batch.is_decode and not batch.adapters and model.runs_known_code and not model.is_offloaded:
+        is_replayable = batch.is_decode and model.runs_known_code and not model.is_offloaded
+        if is_replayable and model.adapters.are_set(batch):
             logits = self.graphs.replay(batch, attention, chosen)
             if logits is not None:
                 return logits

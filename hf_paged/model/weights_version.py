@@ -92,6 +92,7 @@ class WeightsVersion(Lasting):
         self._epoch = 0
         self.hooks = HookWatch()
         self.num_moves = 0
+        self._program: Hashable = None
         self._was_stepped = False
         _watch_optimizers()
         PROCESS.watch(self)
@@ -131,9 +132,10 @@ class WeightsVersion(Lasting):
             self._was_stepped = False
         if not is_same_weights or not is_same_program:
             self._epoch += 1
-        adapters = self._active(tuners)
-        if is_moved or not is_same_program or self.state[1:2] != (adapters,):
+        adapters, program = self._active(tuners), _adapters(tuners)  # of recorded steps, which run PEFT's own code
+        if is_moved or not is_same_program or program != self._program:
             self.num_moves += 1
+        self._program = program
         if self._layers is not None and not (are_same_kinds and is_same_program):
             self._layers.forget()
         device = placed[1].type if (placed := self._placement()) is not None else "cpu"
@@ -207,8 +209,9 @@ class WeightsVersion(Lasting):
             # Within accelerate's hooks, which move and fetch, it is the class's forward that computes; in steps, within
             # whatever a user has put on the model itself.
             model = modules[0]
-            # Where rows have adapters of their own, PEFT's layers are not called.
-            called = [m for m in modules if self._adapters is None or not self._adapters.replaces(m)]
+            # Where rows have adapters of their own, PEFT's layers are not called, but in recorded steps.
+            is_cpu = (placed := self._placement()) is not None and placed[1].type == "cpu"
+            called = [m for m in modules if not is_cpu or self._adapters is None or not self._adapters.replaces(m)]
             self._is_known, self._is_library = (
                 all(
                     is_library_code(m, packages)

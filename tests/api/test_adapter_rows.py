@@ -440,3 +440,27 @@ def test_two_thousand_calls() -> None:
         stop.set()
         loader.join()
     ended(model)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (lambda: peft.IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"]), "ia3"),
+        (lambda: peft.OFTConfig(target_modules=["q_proj"], r=0, oft_block_size=8), "oft"),
+    ],
+    ids=["ia3", "oft"],
+)
+def test_other_kinds_run_their_own_code(config: Callable[[], Any], reason: str) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        stock = peft.get_peft_model(build("llama"), config(), adapter_name="one").eval()
+    for name, parameter in stock.named_parameters():
+        if parameter.requires_grad:
+            parameter.data += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) * 0.3
+    model = hf_paged.patch(copy.deepcopy(stock), num_blocks=64, block_size=8)
+    found = model.generate(input_ids=prompt(1), **OPTIONS)
+    assert torch.equal(found, stock.generate(input_ids=prompt(1), **OPTIONS))
+    with model.disable_adapter():
+        assert not torch.equal(model.generate(input_ids=prompt(1), **OPTIONS), found)
+    with pytest.raises(ValueError, match=f"of their own .*{reason}.*use set_adapter"):
+        model.get_base_model().paged.submit(prompt(1)[0], adapter="__base__")

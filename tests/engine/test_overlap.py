@@ -153,9 +153,9 @@ def test_adapters_change_nothing_but_their_own_layers() -> None:
     assert not torch.equal(texts[0], texts[1])
     core, (tuned_layer, plain_layer) = inner.paged.core, inner.model.layers
     found = {override.module for override in core.layers.found}
-    assert tuned_layer.mlp in found and tuned_layer.self_attn.k_proj in found and tuned_layer not in found
-    assert plain_layer in found, "it is not computed in C"
-    assert core.bound.runs_known_code and not core.bound.may_infer, "PEFT's layers may keep tensors"
+    assert tuned_layer.mlp in found and tuned_layer.self_attn.k_proj in found
+    assert {tuned_layer, plain_layer} <= found, "they are not computed in C"
+    assert core.bound.runs_known_code and core.bound.may_infer, "PEFT's layers, which may keep tensors, are not called"
     check_idle(inner)
 
 

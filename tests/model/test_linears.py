@@ -37,7 +37,7 @@ from hf_paged.model.decoder_layers import DecoderLayer, find_decoder_layer
 from hf_paged.model.layers import KINDS, Layers
 from hf_paged.model.linears import Linear, Runs
 from hf_paged.model.module_overrides import ModuleOverride
-from hf_paged.model.weights_version import _samples
+from hf_paged.model.samples import samples as samples_of
 
 pytestmark = [pytest.mark.skipif(isinstance(cpu_linear.load(torch.float32), str), reason="there is no kernel here")]
 
@@ -354,7 +354,7 @@ def test_data_that_no_sample_shows() -> None:
     key = model.paged.core.weights_version.key()
     for one in (stock, model):
         weight = one.model.layers[0].self_attn.v_proj.weight
-        samples = _samples(nn.Parameter(weight.data))
+        samples = samples_of(nn.Parameter(weight.data))
         kept = [sample.clone() for sample in samples]
         weight.data += 2.0
         for sample, elements in zip(samples, kept, strict=True):

@@ -179,6 +179,7 @@ def test_a_binary_file_is_refused(tmp_path):
 
 NEEDED = {
     "examples/pictures.py": "pillow",
+    "examples/many_adapters.py": "peft",
     "examples/web_endpoint.py": "hf-paged[server]",
     "examples/openai_client.py": "hf-paged[server]",
     "examples/ray_data.py": "hf-paged[ray]",
@@ -194,7 +195,7 @@ NEEDED = {
 WITHOUT_EXTRAS = """
 import runpy, sys
 
-for package in "PIL fastapi gradio lm_eval matplotlib openai pandas ray starlette uvicorn".split():
+for package in "PIL fastapi gradio lm_eval matplotlib openai pandas peft ray starlette uvicorn".split():
     sys.modules[package] = None
 sys.path += [".", "benchmarks"]
 for what in sys.argv[1:]:

@@ -49,6 +49,7 @@ from hf_paged.kernels import (
     shared_decode,
     triton_layers,
 )
+from hf_paged.kernels.layers import NormWeight, Place
 
 # Bytes of shared memory that one program may take, from the vendors' programming guides.
 SHARED_MEMORY_LIMIT = {
@@ -128,6 +129,12 @@ def launches(case: Case, target: str) -> list[Specialisation]:
             query, key = (on_meta(1, count, 64, case.head_dim, dtype=dtype) for count in (heads, kv_heads))
             layers.rotary(query, key, one[None], one[None], False, True)
             layers.rotary(query, key, one[None], one[None], True, False)
+            layers.add_norm(wide, wide, NormWeight(wide[0, 0], 1e-5, 0.0, True))
+            norm = NormWeight(one[0], 1e-5, 0.0, True)
+            triple = query[0].transpose(0, 1), *[key[0].transpose(0, 1)] * 2
+            place = Place(pool, 3, on_meta(64, dtype=torch.int64))
+            for norms in (None, (norm, norm)):
+                layers.rotary_write(triple, (one[None], one[None]), (False, True), norms, place)
         elif case.kernel == "latents":
             latent, rotary = case.head_dim, case.head_dim // 8
             pool = on_meta(NUM_BLOCKS, 32, 1, 1, case.block_size, latent + rotary, dtype=POOLS[case.pool])

@@ -34,6 +34,7 @@ from hf_paged.kernels import availability, cpu_layers, launch, reference
 from hf_paged.kernels.latent_maps import LatentMaps
 from hf_paged.kernels.triton_layers import TritonLayers
 from hf_paged.model import cuda_graph, layers
+from hf_paged.model.gpu_layers import GPULayer
 
 # What the launchers read off a device; an sm_100 is an sm_90 to them, but for its processors.
 GPUS = {
@@ -194,6 +195,7 @@ def pretending(gpu: str) -> Iterator[list[int]]:
             (triton_backend, "launch_failure", lambda _: None),  # nothing is computed that could be right
             (layers, "layer_kernels", lambda dtype, _: _Layers(dtype)),
             (cuda_graph, "recorder", lambda _: lambda function: _Again(function, replays)),
+            (GPULayer, "agrees", lambda *_: True),  # nor that could be the same
             (nn.functional, "linear", _linear(nn.functional.linear)),
             (LatentMaps, "absorb", _absorb),
             (LatentMaps, "project", _project),

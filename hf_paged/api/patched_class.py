@@ -85,7 +85,9 @@ def detach(model: Any) -> None:
     model.destroy_cached_continuous_batching_manager()
     model.__class__ = base_class(model)
     rebind(model, type(model).forward)
-    model.__dict__.pop(ENGINE).close()
+    engine = model.__dict__.pop(ENGINE)
+    engine.close()
+    engine.core.layers.part()
 
 
 def _rebuild(base: type[PreTrainedModel], settings: tuple[PagedConfig, ModelTraits]) -> Any:

@@ -9,6 +9,7 @@ from torch import Tensor
 from hf_paged.attention.backends.registry import PagedStep
 from hf_paged.attention.params import AttentionParams
 from hf_paged.core.cache_groups import NOWHERE, CacheGroups
+from hf_paged.kernels.layers import Place
 
 
 class WindowError(ValueError):
@@ -48,6 +49,12 @@ class GroupedStep:
                 return
             self._given[key.data_ptr()] = place
         self._steps[group].write(key, value, index)
+
+    def place_of(self, layer: int) -> Place | None:
+        """As `TritonStep.place_of`."""
+        group, index = self._checked(layer)
+        find = None if self._shares else getattr(self._steps[group], "place_of", None)
+        return None if find is None else find(index)
 
     def attend(self, query: Tensor, params: AttentionParams) -> Tensor:
         place = self._checked(params.layer)

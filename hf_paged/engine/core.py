@@ -68,7 +68,7 @@ class EngineCore:
             )
         self.config = config
         self.traits = traits
-        self.layers = Layers(model)
+        self.layers = Layers(model, self._moving)
         latents = Latents(model, traits.layers)
         self.adapters = adapters = Adapters(is_whole=ranks_of(model) is None)
         self.weights_version = state = WeightsVersion(model, self.layers, latents, adapters)
@@ -160,6 +160,12 @@ class EngineCore:
                 'preemption="swap" keeps them, too)'
             )
         return key
+
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
+        """Around what puts weights elsewhere in memory as they are. The step lock is held."""
+        with self.pool.lock, self.weights_version.moving():
+            yield
 
     def look_at_weights(self) -> None:
         """Around each step: what changed of the model changes for rows that run. The pool's lock is held.

@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_paged.engine.core import EngineCore
 from hf_paged.kernels import cpu_linear
 from hf_paged.kernels.availability import layer_kernels
+from hf_paged.model.gpu_layers import GPULayer
 
 # What would change the way of a call, by how its reason begins; where nothing is named, the call needs it.
 _INSTEAD = {
@@ -94,6 +95,13 @@ def _of_layers(core: EngineCore) -> list[Detour]:
         found.append(Detour("layers", f"norms, gates and rotary embeddings are not fused: the kernels {kernels}"))
     if torch.is_autocast_enabled(bound.placement[1].type):
         found.append(Detour("layers", "autocast computes them in other types", "call generate() outside of autocast"))
+    found += [
+        Detour("layers", f"{count} sets of q, k, v or gate, up projections are multiplied one by one: {reason}")
+        for reason, count in core.layers.unjoined.items()
+    ]
+    if num_unlike := sum(isinstance(one, GPULayer) and one.is_same is False for one in core.layers.found):
+        order = "their own forward computes something else than its modules would in the usual order"
+        found.append(Detour("layers", f"{num_unlike} decoder layers are computed module by module: {order}"))
     linears = [module for module in core.model.modules() if isinstance(module, nn.Linear | Conv1D)]
     why = cpu_linear.load(bound.placement[0])
     if isinstance(why, str) and linears:

@@ -14,18 +14,10 @@ from torch import Tensor
 from hf_paged.kernels.cpu_adapters import Adapters, CPUAdapters, Table
 from hf_paged.kernels.cpu_layers import Add, CPULayers, Gate, RMSNorm, Rotary
 from hf_paged.kernels.cpu_linear import CPULinear
-from hf_paged.kernels.layers import InputError
+from hf_paged.kernels.layers import InputError, NormWeight
 
 PIECE = 256  # rows at a time: what lies between two kernels stays in the processor's caches
 _ALIGNMENT = 64  # elements
-
-
-@dataclass(frozen=True, slots=True)
-class NormSettings:
-    weight: Tensor
-    eps: float
-    offset: float
-    rounds_first: bool
 
 
 LinearWeight = tuple[Tensor, Tensor | None]  # `[columns, width]`, as `CPULinear` takes it, and a bias or none
@@ -44,8 +36,8 @@ class DecoderSettings:
     """
 
     head_dim: int
-    norms: tuple[NormSettings, NormSettings]
-    head_norms: tuple[NormSettings, NormSettings] | None
+    norms: tuple[NormWeight, NormWeight]
+    head_norms: tuple[NormWeight, NormWeight] | None
     query: LinearWeight
     key: LinearWeight
     value: LinearWeight
@@ -419,7 +411,7 @@ def _check(own: DecoderSettings, linears: CPULinear, dtype: torch.dtype) -> None
         raise InputError("decoder layer", f"weights that fit together; a head has {dim}", norm=own.norms[0].weight)
 
 
-def _norm(settings: NormSettings, output: int) -> RMSNorm:
+def _norm(settings: NormWeight, output: int) -> RMSNorm:
     return RMSNorm(
         weight=settings.weight.data_ptr(),
         output=output,

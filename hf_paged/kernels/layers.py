@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +28,24 @@ class InputError(ValueError):
         operation, expected, given = self.args
         tensors = (f"{name} {tuple(x.shape)} {x.dtype} {x.device} {x.stride()}" for name, x in given.items())
         return f"{operation} takes {expected}; got {', '.join(tensors)}"
+
+
+@dataclass(frozen=True, slots=True)
+class NormWeight:
+    """What `LayerKernels.rms_norm` computes with, beside its input."""
+
+    weight: Tensor
+    eps: float
+    offset: float
+    rounds_first: bool
+
+
+class Place(NamedTuple):
+    """Where a step's keys and values of one layer go: pool, layer index in it, and slots, as `reshape_and_cache`."""
+
+    kv_cache: Tensor
+    layer: int
+    slots: Tensor
 
 
 class LayerKernels(ABC):

@@ -1,7 +1,8 @@
 """RMSNorm, gates and rotary embeddings on a GPU, one launch each; the formulas are those of `layers.py`.
 
 Between the matrix products of a decode step lie dozens of small operations, each of which waits for the one before: in
-transformers' code six for a norm, two for a gate, ten for a rotary embedding.
+transformers' code six for a norm, two for a gate, ten for a rotary embedding. Where a whole decoder layer is known, a
+sum and the norm behind it are one launch, as are the norms of heads, their rotary embedding, and writing to the pool.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_paged.kernels.launch import FUSION, next_power_of_two
-from hf_paged.kernels.layers import InputError, LayerKernels
+from hf_paged.kernels.launch import FP8_FORMATS, FUSION, codes, next_power_of_two
+from hf_paged.kernels.layers import InputError, LayerKernels, NormWeight, Place
+from hf_paged.kernels.tile_ops import encode_fp8, hash_now
 
 MAX_NORM_DIM = 32768  # a row is one program's
 
@@ -44,6 +46,37 @@ def _rms_norm_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
+def _add_norm_kernel(
+    first,  # [num_rows, DIM], contiguous
+    second,
+    weight,  # [DIM]
+    total,  # [num_rows, DIM]
+    output,
+    num_rows,
+    eps,
+    OFFSET: tl.constexpr,
+    ROUNDS_FIRST: tl.constexpr,
+    DIM: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, D)
+    present = (rows < num_rows)[:, None] & (columns < DIM)[None, :]
+    index = rows[:, None] * DIM + columns[None, :]
+    kind = output.dtype.element_ty
+    x = tl.load(first + index, mask=present, other=0.0).to(tl.float32)
+    x = (x + tl.load(second + index, mask=present, other=0.0).to(tl.float32)).to(kind)
+    tl.store(total + index, x, mask=present)
+    x = x.to(tl.float32)
+    normed = x * tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
+    if ROUNDS_FIRST:
+        normed = normed.to(kind).to(tl.float32)
+    w = tl.load(weight + columns, mask=columns < DIM, other=0.0).to(tl.float32) + OFFSET
+    tl.store(output + index, (normed * w[None, :]).to(kind), mask=present)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
 def _gate_kernel(
     gate,  # [num_rows, DIM], rows any distance apart
     up,
@@ -69,11 +102,33 @@ def _gate_kernel(
 
 
 @triton.jit
+def _code(x, output, FORMAT: tl.constexpr):
+    """As the numbers, or the fp8 codes, that lie at `output`."""
+    if FORMAT != "":
+        return encode_fp8(x.to(tl.float32), FORMAT)
+    return x.to(output.dtype.element_ty)
+
+
+@triton.jit
+def _norm_part(x, factor, weight, mask, kind: tl.constexpr, OFFSET: tl.constexpr, ROUNDS_FIRST: tl.constexpr):
+    normed = x * factor
+    if ROUNDS_FIRST:
+        normed = normed.to(kind).to(tl.float32)
+    w = tl.load(weight, mask=mask, other=0.0).to(tl.float32) + OFFSET
+    return (normed * w[None, :]).to(kind).to(tl.float32)
+
+
+@triton.jit
 def _rotate(
-    states, output, cos, sin, heads, num_heads, stride_head, ROTARY, DIM: tl.constexpr, HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr, ROUNDS: tl.constexpr,
+    states, output, cos, sin, weight, eps, heads, num_heads, stride_head, stride_output, ROTARY: tl.constexpr,
+    DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, ROUNDS: tl.constexpr, FORMAT: tl.constexpr,
+    NORMED: tl.constexpr, OFFSET: tl.constexpr, ROUNDS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one token: pairs of the first `ROTARY` elements; what lies behind them is copied."""
+    """Some heads of one token: pairs of the first `ROTARY` elements; what lies behind them is copied.
+
+    If `NORMED`, heads are normed first, whose elements all are pairs.
+    """
+    kind: tl.constexpr = states.dtype.element_ty
     pairs = tl.arange(0, HALF)
     half = ROTARY // 2
     first = pairs * 2 if INTERLEAVED else pairs
@@ -81,6 +136,10 @@ def _rotate(
     present = (heads < num_heads)[:, None] & (pairs < half)[None, :]
     x = tl.load(states + heads[:, None] * stride_head + first[None, :], mask=present, other=0.0).to(tl.float32)
     y = tl.load(states + heads[:, None] * stride_head + second[None, :], mask=present, other=0.0).to(tl.float32)
+    if NORMED:
+        factor = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / DIM + eps)[:, None]
+        x = _norm_part(x, factor, weight + first, pairs < half, kind, OFFSET, ROUNDS_FIRST)
+        y = _norm_part(y, factor, weight + second, pairs < half, kind, OFFSET, ROUNDS_FIRST)
     cos_first = tl.load(cos + first, mask=pairs < half, other=0.0).to(tl.float32)[None, :]
     cos_second = tl.load(cos + second, mask=pairs < half, other=0.0).to(tl.float32)[None, :]
     sin_first = tl.load(sin + first, mask=pairs < half, other=0.0).to(tl.float32)[None, :]
@@ -89,22 +148,24 @@ def _rotate(
     b = -y * sin_first
     c = y * cos_second
     d = x * sin_second
-    kind = output.dtype.element_ty
     if ROUNDS:
         a = a.to(kind).to(tl.float32)
         b = b.to(kind).to(tl.float32)
         c = c.to(kind).to(tl.float32)
         d = d.to(kind).to(tl.float32)
-    to = output + heads[:, None] * DIM
-    tl.store(to + first[None, :], (a + b).to(kind), mask=present)
-    tl.store(to + second[None, :], (c + d).to(kind), mask=present)
+    to = output + heads[:, None] * stride_output
+    tl.store(to + first[None, :], _code((a + b).to(kind), output, FORMAT), mask=present)
+    tl.store(to + second[None, :], _code((c + d).to(kind), output, FORMAT), mask=present)
     if ROTARY < DIM:
         rest = ROTARY + tl.arange(0, 2 * HALF)
         for start in tl.range(0, DIM - ROTARY, 2 * HALF):
             columns = start + rest
             mask = (heads < num_heads)[:, None] & (columns < DIM)[None, :]
             tail = tl.load(states + heads[:, None] * stride_head + columns[None, :], mask=mask)
-            tl.store(to + columns[None, :], tail, mask=mask)
+            tl.store(to + columns[None, :], _code(tail, output, FORMAT), mask=mask)
+
+
+hash_now(_code, _norm_part, _rotate)
 
 
 @triton.jit
@@ -136,15 +197,87 @@ def _rotary_kernel(
     if tile < query_tiles:
         heads = tile * HEADS + tl.arange(0, HEADS)
         _rotate(
-            query + token * stride_query_token, query_output + token * QUERY_HEADS * DIM, cos_row, sin_row, heads,
-            QUERY_HEADS, stride_query_head, ROTARY, DIM, HALF, INTERLEAVED, ROUNDS,
+            query + token * stride_query_token, query_output + token * QUERY_HEADS * DIM, cos_row, sin_row, cos_row,
+            0.0, heads, QUERY_HEADS, stride_query_head, DIM, ROTARY, DIM, HALF, INTERLEAVED, ROUNDS, "", False, 0.0,
+            False,
         )  # fmt: skip
     else:
         heads = (tile - query_tiles) * HEADS + tl.arange(0, HEADS)
         _rotate(
-            key + token * stride_key_token, key_output + token * KEY_HEADS * DIM, cos_row, sin_row, heads,
-            KEY_HEADS, stride_key_head, ROTARY, DIM, HALF, INTERLEAVED, ROUNDS,
+            key + token * stride_key_token, key_output + token * KEY_HEADS * DIM, cos_row, sin_row, cos_row, 0.0,
+            heads, KEY_HEADS, stride_key_head, DIM, ROTARY, DIM, HALF, INTERLEAVED, ROUNDS, "", False, 0.0, False,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _rotary_write_kernel(
+    query,  # [T, QUERY_HEADS, DIM], the last dimension contiguous
+    key,  # [T, KEY_HEADS, DIM]
+    value,
+    cos,  # [T, ROTARY], contiguous
+    sin,
+    query_weight,  # [DIM], of the heads' norms; anything unless NORMED
+    key_weight,
+    query_output,  # contiguous
+    kv_cache,  # [blocks, layers, 2, KEY_HEADS, BLOCK_SIZE, DIM]
+    slot_mapping,  # [T] int64; below 0: padding
+    layer,
+    query_eps,
+    key_eps,
+    stride_query_token,
+    stride_query_head,
+    stride_key_token,
+    stride_key_head,
+    stride_value_token,
+    stride_value_head,
+    stride_block,
+    stride_layer,
+    stride_kv,
+    stride_head,
+    QUERY_HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    ROTARY: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,  # of ROTARY, up to the next power of two
+    D: tl.constexpr,  # DIM, up to the next power of two
+    HEADS: tl.constexpr,  # heads of a program
+    BLOCK_SIZE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    NORMED: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROUNDS_FIRST: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    query_tiles: tl.constexpr = (QUERY_HEADS + HEADS - 1) // HEADS
+    cos_row = cos + token * ROTARY
+    sin_row = sin + token * ROTARY
+    tile = tl.program_id(1)
+    if tile < query_tiles:
+        heads = tile * HEADS + tl.arange(0, HEADS)
+        _rotate(
+            query + token * stride_query_token, query_output + token * QUERY_HEADS * DIM, cos_row, sin_row,
+            query_weight, query_eps, heads, QUERY_HEADS, stride_query_head, DIM, ROTARY, DIM, HALF, INTERLEAVED,
+            ROUNDS, "", NORMED, OFFSET, ROUNDS_FIRST,
+        )  # fmt: skip
+    else:
+        slot = tl.load(slot_mapping + token)
+        if slot >= 0:
+            heads = (tile - query_tiles) * HEADS + tl.arange(0, HEADS)
+            to = kv_cache + (slot // BLOCK_SIZE) * stride_block + (slot % BLOCK_SIZE) * DIM
+            to += tl.cast(layer, tl.int64) * stride_layer
+            _rotate(
+                key + token * stride_key_token, to, cos_row, sin_row, key_weight, key_eps, heads, KEY_HEADS,
+                stride_key_head, stride_head, ROTARY, DIM, HALF, INTERLEAVED, ROUNDS, FORMAT, NORMED, OFFSET,
+                ROUNDS_FIRST,
+            )  # fmt: skip
+            columns = tl.arange(0, D)[None, :]
+            mask = (heads < KEY_HEADS)[:, None] & (columns < DIM)
+            states = tl.load(
+                value + token * stride_value_token + heads[:, None] * stride_value_head + columns, mask=mask
+            )
+            tl.store(to + stride_kv + heads[:, None] * stride_head + columns, _code(states, to, FORMAT), mask=mask)
 
 
 class TritonLayers(LayerKernels):
@@ -179,6 +312,53 @@ class TritonLayers(LayerKernels):
                 **FUSION,
             )
         return output
+
+    def add_norm(self, first: Tensor, second: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]:
+        """`first + second`, and `rms_norm` of that, bit for bit as two operations; one program for some rows.
+
+        Args:
+            first: `[..., dim]`, contiguous.
+            second: Like `first`.
+
+        Raises:
+            InputError: Tensors of other shapes, strides, dtypes or devices.
+        """
+        weight = norm.weight
+        if not (
+            first.shape == second.shape
+            and first.shape[-1:] == weight.shape
+            and 0 < weight.shape[0] <= MAX_NORM_DIM
+            and first.is_contiguous()
+            and second.is_contiguous()
+            and weight.is_contiguous()
+            and self._are_here(first, second, weight)
+        ):
+            raise InputError("add_norm", "twice [..., dim] and [dim], contiguous", first=first, second=second, w=weight)
+        total, output = torch.empty_like(first), torch.empty_like(first)
+        dim = weight.numel()
+        num_rows = first.numel() // dim
+        if not num_rows:
+            return total, output
+        padded = next_power_of_two(dim)
+        rows = max(1, min(16, 2048 // padded))
+        with _on(first):
+            _add_norm_kernel[(-(-num_rows // rows),)](
+                first,
+                second,
+                weight,
+                total,
+                output,
+                num_rows,
+                norm.eps,
+                OFFSET=norm.offset,
+                ROUNDS_FIRST=norm.rounds_first,
+                DIM=dim,
+                D=padded,
+                ROWS=rows,
+                num_warps=4 if padded <= 2048 else 8 if padded <= 8192 else 16,
+                **FUSION,
+            )
+        return total, output
 
     def _gate(self, gate: Tensor, up: Tensor, gate_row: int, up_row: int, linear: float, cubic: float) -> Tensor:
         """One program for a piece of a row."""
@@ -243,6 +423,101 @@ class TritonLayers(LayerKernels):
                 **FUSION,
             )
         return rotated
+
+    def rotary_write(
+        self,
+        heads: tuple[Tensor, Tensor, Tensor],
+        angles: tuple[Tensor, Tensor],
+        kinds: tuple[bool, bool],
+        norms: tuple[NormWeight, NormWeight] | None,
+        place: Place,
+    ) -> Tensor:
+        """Heads' norms, if there are any, `rotary`, and keys and values to their slots; one program for some heads.
+
+        Args:
+            heads: Queries, keys and values, `[tokens, heads, dim]`, the last dimension contiguous.
+            angles: Cos and sin, `[1, tokens, rotary_dim]`, contiguous.
+            kinds: `interleaved` and `rounds` of `rotary`.
+            norms: Of queries and of keys, alike but for weight and eps; heads are then rotated as a whole.
+            place: Where keys and values go; a slot below 0 is not written.
+
+        Returns:
+            `[tokens, heads, dim]` queries, contiguous.
+
+        Raises:
+            InputError: Tensors of other shapes, strides, dtypes or devices.
+        """
+        (query, key, value), (cos, sin), (kv_cache, layer, slots) = heads, angles, place
+        tokens, query_heads, dim = query.shape
+        key_heads, rotary_dim, block_size = key.shape[1], cos.shape[-1], kv_cache.shape[4]
+        norm, other = (None, None) if norms is None else norms
+        if not (
+            key.shape == value.shape == (tokens, kv_cache.shape[3], dim)
+            and query.stride(2) == key.stride(2) == value.stride(2) == 1
+            and cos.shape == sin.shape == (1, tokens, rotary_dim)
+            and rotary_dim <= dim
+            and rotary_dim % 2 == 0
+            and cos.is_contiguous()
+            and sin.is_contiguous()
+            and slots.shape == (tokens,)
+            and slots.is_contiguous()
+            and kv_cache.shape[2] == 2
+            and kv_cache.stride()[4:] == (dim, 1)
+            and 0 <= layer < kv_cache.shape[1]
+            and self._are_here(query, key, value, cos, sin)
+            and kv_cache.device == query.device == slots.device
+        ):
+            expected = "[tokens, heads, dim] queries, keys and values, cos and sin, and a pool and slots for these"
+            raise InputError("rotary_write", expected, query=query, key=key, value=value, cos=cos, pool=kv_cache)
+        if norm is not None and other is not None:
+            weights = norm.weight, other.weight
+            alike = norm.offset == other.offset and norm.rounds_first == other.rounds_first and rotary_dim == dim
+            fit = all(weight.shape == (dim,) and weight.is_contiguous() for weight in weights)
+            if not (alike and fit and self._are_here(query, *weights)):
+                expected = "norms of one kind, over heads that are rotated as a whole"
+                raise InputError("rotary_write", expected, query=query, first=weights[0], second=weights[1], cos=cos)
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        if not tokens:
+            return output
+        half = next_power_of_two(max(1, rotary_dim // 2))
+        own = max(1, min(next_power_of_two(max(query_heads, key_heads)), 1024 // half))
+        with _on(query):
+            _rotary_write_kernel[(tokens, -(-query_heads // own) + -(-key_heads // own))](
+                query,
+                key,
+                value,
+                cos,
+                sin,
+                cos if norm is None else norm.weight,
+                cos if other is None else other.weight,
+                output,
+                codes(kv_cache),
+                slots,
+                layer,
+                0.0 if norm is None else norm.eps,
+                0.0 if other is None else other.eps,
+                *query.stride()[:2],
+                *key.stride()[:2],
+                *value.stride()[:2],
+                *kv_cache.stride()[:4],
+                QUERY_HEADS=query_heads,
+                KEY_HEADS=key_heads,
+                ROTARY=rotary_dim,
+                DIM=dim,
+                HALF=half,
+                D=next_power_of_two(dim),
+                HEADS=own,
+                BLOCK_SIZE=block_size,
+                INTERLEAVED=kinds[0],
+                ROUNDS=kinds[1],
+                FORMAT=FP8_FORMATS.get(kv_cache.dtype, ""),
+                NORMED=norm is not None,
+                OFFSET=0.0 if norm is None else norm.offset,
+                ROUNDS_FIRST=norm is not None and norm.rounds_first,
+                num_warps=4,
+                **FUSION,
+            )
+        return output
 
 
 def _on(tensor: Tensor) -> torch.cuda.device:

@@ -223,6 +223,12 @@ class BoundModel:
         with scope, self._mixers.scope(), self._layers():
             yield
 
+    def find_layers(self) -> None:
+        """Has its layers found, and their weights where they stay, as the next forward would."""
+        if not self._config.compile_decode:
+            with self.mode(), self._scopes():
+                pass
+
     # Its forward
 
     def logits(

@@ -1,9 +1,10 @@
-"""Decoder layers whose kernels run one after another without Python in between."""
+"""Decoder layers of the usual kind, whose kernels are called one after another: on CPU without Python in between."""
 
 from __future__ import annotations
 
 import dis
 import inspect
+from collections.abc import Sequence
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -14,12 +15,13 @@ from hf_paged.attention.backends.registry import PagedStep
 from hf_paged.attention.context import MARK, WantedTokens, current_context, with_step
 from hf_paged.attention.params import AttentionParams
 from hf_paged.kernels import cpu_adapters
-from hf_paged.kernels.cpu_decoder import CPUDecoderLayer, DecoderSettings, NormSettings, Scratch
+from hf_paged.kernels.cpu_decoder import CPUDecoderLayer, DecoderSettings, Scratch
 from hf_paged.kernels.cpu_layers import CPULayers
 from hf_paged.kernels.layers import InputError
 from hf_paged.model.adapted_layers import added_to
 from hf_paged.model.fused_layers import GatedMLP, Norm, is_as_tried
 from hf_paged.model.fused_rotary import NAME, RotaryAttention
+from hf_paged.model.joined_linears import are_plain
 from hf_paged.model.linears import Linear
 from hf_paged.model.module_overrides import ModuleOverride, Survey, has_hooks, is_library_code, is_untouched
 from hf_paged.model.peft_layers import without_adapters
@@ -42,8 +44,8 @@ class Parts:
         attention: Of these, and
         mlp: these, and
         norms: before attention, and before the MLP; of queries' and of keys' heads, if there are any.
-        linears: In the order of `LINEARS`.
-        outer: The modules that are called: the linear layers, or PEFT's around them.
+        linears: In the order of `LINEARS`; none on a GPU, where nothing stands in for such layers.
+        outer: The modules that are called: the linear layers, or PEFT's around them (not on a GPU).
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class Parts:
         outer: list[nn.Module],
     ) -> None:
         self.attention, self.mlp, self.norms, self.linears, self.outer = attention, mlp, norms, linears, outer
-        tables = [linear.module._parameters for linear in linears]
+        tables = [linear._parameters for linear in ([own.module for own in linears] or outer)]
         # Where weights and biases are found.
         self._places = [(norm.module._parameters, "weight") for norm in norms]
         self._places += [(table, name) for table in tables for name in ("weight", "bias") if table[name] is not None]
@@ -64,6 +66,7 @@ class Parts:
         """Whether all are computed our way now, on this thread, and none has hooks."""
         parts, mlp = (self.attention, self.mlp, *self.norms, *self.linears), self.mlp
         are_ours = all(part.thread_id == thread_id and not has_hooks(part.module) for part in parts)
+        are_ours &= bool(self.linears) or are_plain(self.outer)
         return are_ours and is_as_tried(mlp.module, mlp.name, mlp.activation)
 
     def state(self) -> tuple[list[tuple[int, int]], list[object]]:
@@ -81,16 +84,17 @@ class Parts:
 
 
 def find_decoder_layer(module: Any, survey: Survey) -> DecoderLayer | None:
-    """For a decoder layer of the usual kind: norm, attention, sum, norm, gated MLP, sum.
+    """For a decoder layer of the usual kind on CPU: norm, attention, sum, norm, gated MLP, sum.
 
     All that it consists of is computed by our kernels already; here these are called from C. It is taken if its code
     uses nothing else, and its own forward in a step gives the same, bit for bit: queries, keys, values and result.
     """
-    parts = _parts(module, survey.found)
-    return None if parts is None else DecoderLayer(module, parts, survey)
+    if not isinstance(survey.kernels, CPULayers) or (parts := parts_of(module, survey.found)) is None:
+        return None
+    return CPULayer(module, parts, survey)
 
 
-def _parts(layer: Any, overrides: dict[int, ModuleOverride]) -> Parts | None:
+def parts_of(layer: Any, overrides: dict[int, ModuleOverride]) -> Parts | None:
     """Those of a layer whose forward uses nothing but its four modules, which are of the right kinds."""
     children = dict(layer.named_children())
     if len(children) != 4 or not is_untouched(layer) or not is_library_code(layer) or has_hooks(layer):
@@ -108,13 +112,15 @@ def _parts(layer: Any, overrides: dict[int, ModuleOverride]) -> Parts | None:
         return None
     if len(norms) != 2 or modules.keys() not in (set(LINEARS[:4]), {*LINEARS[:4], *HEAD_NORMS}):
         return None
-    modules_of_both = modules | dict(mlp.module.named_children())
-    found = {name: overrides.get(id(without_adapters(child))) for name, child in modules_of_both.items()}
+    used = modules | dict(mlp.module.named_children())
+    found = {name: overrides.get(id(without_adapters(child))) for name, child in used.items()}
     linears = [one for name in LINEARS if isinstance(one := found.get(name), Linear)]
     head_norms = [one for name in HEAD_NORMS if isinstance(one := found.get(name), Norm)]
-    if len(linears) != len(LINEARS) or len(head_norms) + 4 != len(modules) or not isinstance(mlp.kernels, CPULayers):
+    if not set(LINEARS) <= used.keys() or len(head_norms) + 4 != len(modules):
         return None
-    outer = [modules_of_both[name] for name in LINEARS]
+    outer = [used[name] for name in LINEARS]
+    if len(linears) != len(LINEARS) if isinstance(mlp.kernels, CPULayers) else not are_plain(outer):
+        return None
     return Parts(attention, mlp, norms + head_norms, linears, outer)
 
 
@@ -132,15 +138,16 @@ def _calculates(code: CodeType) -> bool:
 
 
 class DecoderLayer(ModuleOverride):
-    """A decoder layer in steps, computed in C.
+    """A decoder layer in steps, computed of its parts.
 
     Attributes:
         parts: What it consists of.
         is_whole: Whether these are all taken, as of the last look.
         is_same: Whether it computes what the layer does; `None`: not tried yet.
+        params: What attention is called with, beside tensors.
     """
 
-    __slots__ = ("is_same", "is_whole", "kernels", "params", "parts", "state", "survey")
+    __slots__ = ("is_same", "is_whole", "params", "parts", "state", "survey")
 
     def __init__(self, module: Any, parts: Parts, survey: Survey) -> None:
         super().__init__(module)
@@ -148,7 +155,6 @@ class DecoderLayer(ModuleOverride):
         self.is_whole = False
         self.is_same: bool | None = None
         self.state: list[tuple[int, int]] = []
-        self.kernels: CPUDecoderLayer | None = None
         self.params: AttentionParams | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -164,20 +170,81 @@ class DecoderLayer(ModuleOverride):
         try:
             state, held = self.parts.state()
             assert held  # by this name, until the kernels are through
-            if self.kernels is None or self.params is None or state != self.state:
+            if self.params is None or state != self.state:
                 self.state = state
                 return self._try(step, mask, angles, *args, **kwargs)
-            # By its number, and where it is: layers may have been put in another order.
-            is_last = self.parts.attention.module is self.survey.last
-            if wanted is not None and is_last and wanted.layer == self.params.layer:
-                return self._compute_some(step, wanted, states, angles)
-            added = added_to(self.parts.outer, states)
-            cos, sin = angles
-            query, key, value = self.kernels.before_attention(states, cos, sin, added)
-            step.write(key, value, self.params.layer)
-            return self.kernels.behind_attention(states, step.attend(query, self.params), added)
+            return self.compute_layer(step, wanted, states, angles, self.params)
         except InputError:
             return self.module._call_impl(*args, **kwargs)
+
+    def compute_layer(
+        self,
+        step: PagedStep,
+        wanted: WantedTokens | None,
+        states: Tensor,
+        angles: tuple[Tensor, Tensor],
+        params: AttentionParams,
+    ) -> Tensor:
+        """Its result."""
+        raise NotImplementedError
+
+    def compute_parts(self, states: Tensor, angles: tuple[Tensor, Tensor], attended: Tensor | None) -> Sequence[Tensor]:
+        """Queries, keys and values, and the layer's result, to be compared with its own.
+
+        Args:
+            attended: What attention makes of the queries, `[tokens, heads, head_dim]`; `None`: it was not called.
+        """
+        raise NotImplementedError
+
+    def agrees(self, one: Tensor, other: Tensor) -> bool:
+        """Whether what was computed of its parts is what its own forward computes."""
+        raise NotImplementedError
+
+    def _try(self, step: PagedStep, mask: Tensor, angles: tuple[Tensor, Tensor], *args: Any, **kwargs: Any) -> Any:
+        """The layer's own forward, with a look at what it hands to attention: is it what the kernels give?"""
+        noting = _NotingStep(step)
+        with with_step(mask, noting):
+            own = self.module._call_impl(*args, **kwargs)
+        try:
+            found = self.compute_parts(args[0], angles, noting.attended)
+        except InputError:  # as of a layer of another kind
+            found = ()
+        truth = (*noting.stored, own)
+        self.is_same = (
+            len(found) == len(truth)
+            and noting.num_calls == 2
+            and all(isinstance(one, Tensor) and self.agrees(one, two) for one, two in zip(truth, found, strict=True))
+        )
+        self.params = noting.params
+        return own
+
+
+class CPULayer(DecoderLayer):
+    """Computed in C."""
+
+    __slots__ = ("kernels",)
+
+    def __init__(self, module: Any, parts: Parts, survey: Survey) -> None:
+        super().__init__(module, parts, survey)
+        self.kernels: CPUDecoderLayer | None = None
+
+    def compute_layer(
+        self,
+        step: PagedStep,
+        wanted: WantedTokens | None,
+        states: Tensor,
+        angles: tuple[Tensor, Tensor],
+        params: AttentionParams,
+    ) -> Tensor:
+        assert self.kernels is not None
+        # By its number, and where it is: layers may have been put in another order.
+        is_last = self.parts.attention.module is self.survey.last
+        if wanted is not None and is_last and wanted.layer == params.layer:
+            return self._compute_some(step, wanted, states, angles)
+        added = added_to(self.parts.outer, states)
+        query, key, value = self.kernels.before_attention(states, *angles, added)
+        step.write(key, value, params.layer)
+        return self.kernels.behind_attention(states, step.attend(query, params), added)
 
     def _compute_some(
         self, step: PagedStep, wanted: WantedTokens, states: Tensor, angles: tuple[Tensor, Tensor]
@@ -194,38 +261,20 @@ class DecoderLayer(ModuleOverride):
         attended = wanted.make_step().attend(query, self.params)
         return torch.zeros_like(states).index_copy_(1, rows, self.kernels.behind_attention(own, attended, some))
 
-    def _try(self, step: PagedStep, mask: Tensor, angles: tuple[Tensor, Tensor], *args: Any, **kwargs: Any) -> Any:
-        """The layer's own forward, with a look at what it hands to attention: is it what the kernels give?"""
-        noting = _NotingStep(step)
-        with with_step(mask, noting):
-            own = self.module._call_impl(*args, **kwargs)
-        kernels: CPUDecoderLayer | None = None
-        found: tuple[Tensor, ...] = ()  # as of a layer of another kind
-        try:
-            layers = self.parts.mlp.kernels
-            assert isinstance(layers, CPULayers)
-            settings = _settings(self.parts)  # by this name it holds the weights where they are now
-            adapters = cpu_adapters.load(layers.dtype)
-            own_adapters = None if isinstance(adapters, str) else adapters
-            linears, scratch = self.parts.linears[0].kernel, self.survey.shared(Scratch)
-            kernels = CPUDecoderLayer(layers, linears, settings, scratch, own_adapters)
-            added = added_to(self.parts.outer, args[0])
-            found = kernels.before_attention(args[0], angles[0], angles[1], added)
-            if noting.attended is not None:
-                found += (kernels.behind_attention(args[0], noting.attended, added),)
-        except InputError:
-            found = ()
-        truth = (*noting.stored, own)
-        self.is_same = (
-            len(found) == len(truth)
-            and noting.num_calls == 2
-            and all(
-                isinstance(one, Tensor) and one.shape == other.shape and torch.equal(one, other)
-                for one, other in zip(truth, found, strict=True)
-            )
-        )
-        self.kernels, self.params = kernels, noting.params
-        return own
+    def compute_parts(self, states: Tensor, angles: tuple[Tensor, Tensor], attended: Tensor | None) -> list[Tensor]:
+        layers = self.parts.mlp.kernels
+        assert isinstance(layers, CPULayers)
+        settings = _settings(self.parts)  # by this name it holds the weights where they are now
+        adapters = cpu_adapters.load(layers.dtype)
+        own_adapters = None if isinstance(adapters, str) else adapters
+        linear, scratch = self.parts.linears[0].kernel, self.survey.shared(Scratch)
+        self.kernels = kernels = CPUDecoderLayer(layers, linear, settings, scratch, own_adapters)
+        added = added_to(self.parts.outer, states)
+        found = list(kernels.before_attention(states, *angles, added))
+        return found if attended is None else [*found, kernels.behind_attention(states, attended, added)]
+
+    def agrees(self, one: Tensor, other: Tensor) -> bool:
+        return one.shape == other.shape and torch.equal(one, other)
 
 
 class _NotingStep:
@@ -258,10 +307,7 @@ class _NotingStep:
 
 
 def _settings(parts: Parts) -> DecoderSettings:
-    norms = [
-        NormSettings(norm.module.weight, getattr(norm.module, norm.eps), norm.offset, norm.rounds_first)
-        for norm in parts.norms
-    ]
+    norms = [norm.settings for norm in parts.norms]
     query, key, value, projection, gate, up, down = ((linear.weight, linear.bias) for linear in parts.linears)
     rotary = parts.attention.changed.changes[NAME]
     return DecoderSettings(

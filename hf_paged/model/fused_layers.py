@@ -5,13 +5,15 @@ A module is taken for what it computes: its own forward and the kernel have to a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from hf_paged.kernels.layers import InputError, LayerKernels
+from hf_paged.kernels.cpu_layers import CPULayers
+from hf_paged.kernels.layers import InputError, LayerKernels, NormWeight
+from hf_paged.model import joined_linears
 from hf_paged.model.module_overrides import KNOWN, ModuleOverride, Survey, has_hooks, is_library_code, is_untouched
 
 # The activations x * sigmoid(linear * x + cubic * x³): SiLU, GELU by tanh (tanh(u) is 2 sigmoid(2u) - 1), quick GELU.
@@ -23,15 +25,64 @@ _TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 5e-4, torch.float16: 6e-5}
 _MLP_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 
 
-class Norm(ModuleOverride):
-    __slots__ = ("eps", "kernels", "offset", "rounds_first")
+class NormAhead:
+    """What the decoder layer that ran last leaves to the norm behind it: its result, already normed, if it knew which.
 
-    def __init__(self, module: Any, kernels: LayerKernels, eps: str, offset: float, rounds_first: bool) -> None:
+    Attributes:
+        source: The layer; `None`: nothing is left.
+        states: Its result.
+        normed: What the norm makes of it; `None`: not known.
+    """
+
+    def __init__(self) -> None:
+        self.source: FollowedByNorm | None = None
+        self.states: Tensor | None = None
+        self.normed: Tensor | None = None
+
+    def leave(self, source: FollowedByNorm | None, states: Tensor | None, normed: Tensor | None = None) -> None:
+        self.source, self.states, self.normed = source, states, normed
+
+    def take(self, norm: Norm, states: Tensor) -> Tensor | None:
+        """What a norm would make of these states, if that is known; the layer gets to know by which it is followed."""
+        source, left, normed = self.source, self.states, self.normed
+        self.leave(None, None)
+        if source is None or left is not states:
+            return None
+        if source.next is norm and normed is not None:
+            return normed
+        source.next = norm
+        return None
+
+
+class FollowedByNorm(Protocol):
+    next: Norm | None
+
+
+class Norm(ModuleOverride):
+    __slots__ = ("ahead", "eps", "kernels", "offset", "rounds_first")
+
+    def __init__(
+        self,
+        module: Any,
+        kernels: LayerKernels,
+        eps: str,
+        offset: float,
+        rounds_first: bool,
+        ahead: NormAhead | None = None,
+    ) -> None:
         """`eps` is the name of the module's attribute."""
         super().__init__(module)
         self.kernels, self.eps, self.offset, self.rounds_first = kernels, eps, offset, rounds_first
+        self.ahead = ahead
+
+    @property
+    def settings(self) -> NormWeight:
+        """What it computes with now."""
+        return NormWeight(self.module.weight, getattr(self.module, self.eps), self.offset, self.rounds_first)
 
     def compute(self, states: Tensor) -> Tensor:
+        if self.ahead is not None and (normed := self.ahead.take(self, states)) is not None:
+            return normed
         eps = getattr(self.module, self.eps)
         # Heads lie token by token, and the module is given them head by head.
         return self.kernels.rms_norm(states.contiguous(), self.module.weight, eps, self.offset, self.rounds_first)
@@ -55,8 +106,10 @@ class GatedMLP(ModuleOverride):
             raise InputError("gate", "the activation that was tried", states=states)
         if self.has_one_input_layer:
             gate, up = module.gate_up_proj(states).chunk(2, dim=-1)
-        else:
+        elif isinstance(self.kernels, CPULayers):
             gate, up = module.gate_proj(states), module.up_proj(states)
+        else:
+            gate, up = joined_linears.multiply((module.gate_proj, module.up_proj), states)
         try:
             product = self.kernels.gate(gate, up, *self.coefficients)
         except InputError:
@@ -88,8 +141,9 @@ def find_norm(module: Any, survey: Survey) -> Norm | None:
     truth = attempt(module, states)
     if not isinstance(truth, Tensor):
         return None
+    ahead = None if isinstance(kernels, CPULayers) else survey.shared(NormAhead)
     for offset, rounds_first in NORMS:
-        call = Norm(module, kernels, eps, offset, rounds_first)
+        call = Norm(module, kernels, eps, offset, rounds_first, ahead)
         try:
             if agrees(call.compute(states), truth, _TOLERANCE[dtype], dim=-1):
                 return call
@@ -136,11 +190,11 @@ def kernels_for(module: nn.Module, survey: Survey) -> LayerKernels | None:
     return survey.kernels if may_try else None
 
 
-def agrees_where_finite(result: Tensor, truth: Tensor) -> bool:
-    """Whether a gated MLP's rows are the same, but for those that are too large for its dtype."""
+def agrees_where_finite(result: Tensor, truth: Tensor, tolerance: Mapping[torch.dtype, float] = _MLP_TOLERANCE) -> bool:
+    """Whether rows are the same but for a tolerance, and but for those that are too large for their dtype."""
     rows = truth.isfinite().all(dim=-1)
     is_comparable = result.shape == truth.shape and bool(rows.any())
-    return is_comparable and agrees(result[rows], truth[rows], _MLP_TOLERANCE[truth.dtype], dim=-1)
+    return is_comparable and agrees(result[rows], truth[rows], tolerance[truth.dtype], dim=-1)
 
 
 def is_as_tried(module: nn.Module, name: str, activation: Any) -> bool:

@@ -79,8 +79,7 @@ class GraphRunner:
         """The graphs over this pool and the weights as they are, or why there can be none."""
         if self._config.cuda_graphs is False:
             return "cuda_graphs=False"
-        num_moves = self._num_moves()
-        if self.held is None or not self.held.is_of(attention.kv_cache) or self._moves_before != num_moves:
+        if self.held is None or not self.held.is_of(attention.kv_cache) or self._moves_before != self._num_moves():
             self.held = None  # before the next ones are recorded: two sets need not fit
             record = self._model.why_unrecorded or cuda_graph.recorder(attention)
             if isinstance(record, str):
@@ -89,7 +88,8 @@ class GraphRunner:
                 if self._config.compile_decode:
                     raise ValueError(f"compile_decode=True: CUDA graphs {record}; use False")
                 return f"CUDA graphs {record}"
-            self.held, self._moves_before = self._make(attention, record), num_moves
+            self._model.find_layers()  # which may move weights
+            self.held, self._moves_before = self._make(attention, record), self._num_moves()
         return self.held
 
     def _make(self, attention: PoolAttention, record: Callable[[Callable[[], Tensor]], Recording]) -> DecodeGraphs:

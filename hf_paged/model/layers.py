@@ -6,19 +6,22 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_paged.kernels.availability import layer_kernels
+from hf_paged.kernels.cpu_layers import CPULayers
 from hf_paged.kernels.layers import LayerKernels
 from hf_paged.model.decoder_layers import DecoderLayer, find_decoder_layer
 from hf_paged.model.exact_operations import find_activation, find_exact
 from hf_paged.model.experts import find_experts
-from hf_paged.model.fused_layers import find_gated_mlp, find_norm
+from hf_paged.model.fused_layers import GatedMLP, NormAhead, find_gated_mlp, find_norm
 from hf_paged.model.fused_rotary import find_rotary
+from hf_paged.model.gpu_layers import GPULayer, find_gpu_layer, note_stacks
+from hf_paged.model.joined_linears import ATTENTION, MLP, are_plain, join, part
 from hf_paged.model.linears import Runs, find_linear
 from hf_paged.model.module_overrides import ChangedForward, ModuleOverride, Survey, not_overriding, overriding
 from hf_paged.model.peft_layers import shared_modules
@@ -34,6 +37,7 @@ KINDS: tuple[Callable[[nn.Module, Survey], ModuleOverride | None], ...] = (
     find_gated_mlp,
     find_rotary,
     find_decoder_layer,
+    find_gpu_layer,
     find_activation,
     find_exact,
 )
@@ -42,13 +46,25 @@ KINDS: tuple[Callable[[nn.Module, Survey], ModuleOverride | None], ...] = (
 class Layers:
     """The overrides of a model, found once for a state of its code and of the kinds of its weights.
 
-    Weights are read where they are, nothing is copied. Only the thread inside `scope` sees any of it: training, scoring
-    and other threads go through the modules as they are.
+    Weights are read where they are; on a GPU, those of layers with the same input are put side by side before. Only the
+    thread inside `scope` sees any of it: training, scoring and other threads go through the modules as they are.
+
+    Attributes:
+        has_joined: Whether it may have put weights side by side.
+        unjoined: On a GPU, how many of those sets of layers are multiplied one by one, by the reason, as of the last
+            `scope` that found layers anew.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        """Does nothing before the first `scope`. The model is held weakly."""
+    def __init__(self, model: nn.Module, moving: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """Does nothing before the first `scope`. The model is held weakly.
+
+        Args:
+            moving: Within it, weights are put elsewhere in memory, as they are.
+        """
         self._model = weakref.ref(model)
+        self._moving = moving
+        self.unjoined: Counter[str] = Counter()
+        self.has_joined = False
         self._placement = Placement(model)
         self._made_for: tuple[object, ...] = ()
         self._survey: Survey | None = None
@@ -73,6 +89,7 @@ class Layers:
         if survey is None or self._made_for != made_for:
             survey = self._survey = _survey(model, *made_for)
             self._made_for = made_for
+            self._join(model, survey)
         for shared in survey.known.values():
             if isinstance(shared, ChangedForward):
                 shared.look_up()
@@ -82,6 +99,31 @@ class Layers:
                 yield
         finally:
             survey.shared(Runs).end()
+            survey.shared(NormAhead).leave(None, None)
+
+    def _join(self, model: nn.Module, survey: Survey) -> None:
+        """Puts weights side by side of layers that get the same input, where one product can take their place."""
+        self.unjoined.clear()
+        if survey.kernels is None or isinstance(survey.kernels, CPULayers):
+            return
+        known = {id(layer.parts.attention.module) for layer in survey.of(GPULayer)}
+        known |= {id(mlp.module) for mlp in survey.of(GatedMLP)}
+        groups: list[list[nn.Module]] = []
+        for module in model.modules():
+            for names in (ATTENTION, MLP):
+                layers = [own for name in names if isinstance(own := getattr(module, name, None), nn.Module)]
+                if len(layers) == len(names) and (id(module) in known or not are_plain(layers)):
+                    groups.append(layers)
+                elif len(layers) == len(names):
+                    self.unjoined["they belong to layers that are computed module by module"] += 1
+        with self._moving():
+            self.unjoined += join(model, groups)
+        self.has_joined = True
+
+    def part(self) -> None:
+        """Gives weights memory of their own again that were put side by side. No step runs."""
+        if self.has_joined and (model := self._model()) is not None:
+            part(model)
 
     def forget(self) -> None:
         """Lets the next `scope` find the overrides anew. In one that is open, modules compute as they are."""
@@ -106,13 +148,14 @@ def _survey(model: nn.Module, placement: tuple[torch.dtype, torch.device] | None
         override = next((one for find in KINDS if (one := find(module, survey)) is not None), None)
         if override is not None:
             survey.found[id(module)] = override
+    note_stacks(model.modules(), survey.found)
     counts = Counter(type(override).__name__ for override in survey.found.values())
     logger.info("hf_paged: modules that the engine's forwards override: %s", dict(counts))
     return survey
 
 
 def _look_at_hooks(survey: Survey, taken: list[ModuleOverride]) -> None:
-    """Lets those decoder layers be computed in C none of whose modules has hooks, or is left out of `taken`."""
+    """Lets those decoder layers be computed whole none of whose modules has hooks, or is left out of `taken`."""
     layers = [override for override in taken if isinstance(override, DecoderLayer)]
     is_known = len(taken) == len(survey.found) and survey.hooks == RemovableHandle.next_id
     if not is_known or not all(layer.is_whole for layer in layers):

@@ -114,6 +114,10 @@ class Survey:
         """Whether hooks may look on of which `found` was not looked at for."""
         return self.hooks != RemovableHandle.next_id or bool(_active_collector.get())
 
+    def of(self, kind: type[SharedT]) -> list[SharedT]:
+        """The overrides of a class."""
+        return [override for override in self.found.values() if isinstance(override, kind)]
+
     def shared(self, kind: type[SharedT]) -> SharedT:
         """The one object of a class that all overrides share."""
         one: SharedT = self.known.setdefault(kind, kind())

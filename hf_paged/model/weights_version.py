@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Hashable
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import Any
 
@@ -65,7 +65,8 @@ class WeightsVersion(Lasting):
 
         Args:
             model: Held weakly.
-            layers: Hold its code, and numbers that it computes with; forgotten when these change, or kinds of weights.
+            layers: Hold its code, and numbers that it computes with; forgotten when these change, or kinds of weights,
+                or where these are, if it has put some side by side.
             latents: Hold parts of its weights, or what its layers make of these, dropped when either changes.
             adapters: Know which modules are theirs, where each row may have its own: these are no part of the state.
         """
@@ -78,7 +79,7 @@ class WeightsVersion(Lasting):
         self._tensors: list[weakref.ref[Tensor]] = []
         self._versions: list[tuple[Hashable, ...]] = []
         self._samples: list[Tensor] = []
-        self._glimpse: list[tuple[int, int]] = []
+        self._glimpse: list[tuple[Hashable, ...]] = []
         self._kinds: list[type] = []
         self._class_forwards: dict[type[nn.Module], Any] = {}
         self._sizes: list[int] = []
@@ -136,7 +137,9 @@ class WeightsVersion(Lasting):
         if is_moved or not is_same_program or program != self._program:
             self.num_moves += 1
         self._program = program
-        if self._layers is not None and not (are_same_kinds and is_same_program):
+        if self._layers is not None and (
+            not (are_same_kinds and is_same_program) or (is_moved and self._layers.has_joined)
+        ):
             self._layers.forget()
         device = placed[1].type if (placed := self._placement()) is not None else "cpu"
         is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
@@ -158,6 +161,23 @@ class WeightsVersion(Lasting):
         if self._adapters is not None and self._adapters.is_by_row:
             return tuple(tuple(tuner.merged_adapters) for tuner in tuners)
         return _adapters(tuners)
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Within it, weights are put elsewhere in memory as they are: what was computed with them stays right.
+
+        Recorded steps don't. `key` must not be asked for meanwhile.
+        """
+        held = [(place, own) for place, seen in enumerate(self._tensors) if (own := seen()) is not None]
+        before = [own.data_ptr() for own in self._shares([own for _, own in held])]
+        yield
+        after = [own.data_ptr() for own in self._shares([own for _, own in held])]
+        for (place, _), old, new in zip(held, before, after, strict=True):
+            for noted in (self._versions, self._glimpse):
+                if noted[place][1] == old:  # else another move is still to be noted
+                    noted[place] = (noted[place][0], new, *noted[place][2:])
+        if before != after:
+            self.num_moves += 1
 
     def _check_whole(self, model: nn.Module) -> None:
         reason = why_not_whole(model)
@@ -189,7 +209,7 @@ class WeightsVersion(Lasting):
             or (bool(self._tuners) and self._active([tuner() for tuner in self._tuners]) != self.state[1])
         )
 
-    def _glance(self, tensors: list[Tensor]) -> list[tuple[int, int]]:
+    def _glance(self, tensors: list[Tensor]) -> list[tuple[Hashable, ...]]:
         return [(0 if t.is_inference() else t._version, t.data_ptr()) for t in self._shares(tensors)]
 
     def _has_same_code(self, modules: list[nn.Module], attributes: list[dict[str, Any]]) -> bool:

@@ -18,10 +18,10 @@ from helpers.models import build, random_ids
 from hf_paged import PagedCache
 from hf_paged.attention.context import WantedTokens
 from hf_paged.kernels import cpu_decoder, cpu_layers, cpu_linear
-from hf_paged.kernels.cpu_decoder import PIECE, CPUDecoderLayer, DecoderSettings, NormSettings, Scratch
-from hf_paged.kernels.layers import InputError
+from hf_paged.kernels.cpu_decoder import PIECE, CPUDecoderLayer, DecoderSettings, Scratch
+from hf_paged.kernels.layers import InputError, NormWeight
 from hf_paged.model import layers
-from hf_paged.model.decoder_layers import DecoderLayer, _calculates, _code, find_decoder_layer
+from hf_paged.model.decoder_layers import CPULayer, DecoderLayer, _calculates, _code, find_decoder_layer
 from hf_paged.model.layers import KINDS
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -331,7 +331,7 @@ def test_weights_that_kernels_would_read_beyond(kind: str) -> None:
     def made(vector: Tensor, bias: Tensor | None) -> CPUDecoderLayer:
         shapes = (64, 64), (32, 64), (32, 64), (64, 64), (96, 64), (96, 64), (64, 96)
         weights = [(torch.ones(shape), bias if i == 0 else None) for i, shape in enumerate(shapes)]
-        norm = NormSettings(vector, 1e-6, 0.0, True)
+        norm = NormWeight(vector, 1e-6, 0.0, True)
         settings = DecoderSettings(16, (norm, norm), None, *weights, (1.0, 0.0), False, True)
         return CPUDecoderLayer(layers, linear, settings, Scratch())
 
@@ -344,13 +344,13 @@ def test_weights_that_kernels_would_read_beyond(kind: str) -> None:
 def cut(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Tokens of each step whose last layer left some out, and how many were wanted."""
     numbers: list[tuple[int, int]] = []
-    own = DecoderLayer._compute_some
+    own = CPULayer._compute_some
 
     def noting(self: Any, step: Any, wanted: WantedTokens, states: Tensor, angles: Any) -> Tensor:
         numbers.append((states.shape[1], len(wanted.rows)))
         return own(self, step, wanted, states, angles)
 
-    monkeypatch.setattr(DecoderLayer, "_compute_some", noting)
+    monkeypatch.setattr(CPULayer, "_compute_some", noting)
     return numbers
 
 

@@ -15,10 +15,11 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 import hf_paged
-from helpers.kernel_cases import repaired_interpreter
+from helpers.kernel_cases import repaired_interpreter, same_bits
 from helpers.library_code import as_library_code
 from helpers.models import MODELS, build, random_ids
-from hf_paged.kernels import cpu_layers
+from hf_paged.kernels import cpu_layers, reference
+from hf_paged.kernels.layers import InputError, NormWeight, Place
 from hf_paged.model import fused_layers, fused_rotary, layers
 from hf_paged.model.decoder_layers import find_decoder_layer
 from hf_paged.model.fused_layers import ACTIVATIONS, GatedMLP, Norm
@@ -35,6 +36,7 @@ KERNELS = [
     *(("triton", dtype) for dtype in (*DTYPES, F16)),
     *(pytest.param("gpu", dtype, marks=pytest.mark.gpu) for dtype in (*DTYPES, F16)),
 ]
+TRITON = KERNELS[len(DTYPES) :]
 CPU = torch.device("cpu")
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
 IDS = random_ids(2, 7)
@@ -141,6 +143,104 @@ def test_rotary(kind: str, dtype: torch.dtype, interleaved: bool, rotary_dim: in
         relative = {F32: 1e-5, BF16: 2.0**-7, F16: 2.0**-9}[dtype]
         torch.testing.assert_close(result.cpu().double(), truth, rtol=relative, atol=1e-6)
         assert result.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize(("kind", "dtype"), TRITON)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (1, 5, 80), (1, 40, 768), (0, 8)], ids=str)
+@pytest.mark.parametrize(("offset", "rounds_first"), fused_layers.NORMS)
+def test_add_norm(kind: str, dtype: torch.dtype, shape: tuple[int, ...], offset: float, rounds_first: bool) -> None:
+    """Bit for bit what two operations give."""
+    with kernels(dtype, kind) as (layers, there):
+        first, second = (there(torch.randn(shape).to(dtype)) for _ in range(2))
+        weight = there(torch.randn(shape[-1]).to(dtype))
+        total, normed = layers.add_norm(first, second, NormWeight(weight, 1e-5, offset, rounds_first))
+        expected = layers.rms_norm(first + second, weight, 1e-5, offset, rounds_first)
+        with pytest.raises(InputError, match="add_norm takes"):
+            layers.add_norm(first, second[..., :-1], NormWeight(weight, 1e-5, offset, rounds_first))
+    assert torch.equal(total, first + second) and torch.equal(normed, expected)
+
+
+def heads_of(dtype: torch.dtype, counts: tuple[int, int], dim: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as parts of one product."""
+    heads, keys = counts
+    product = torch.randn(tokens, (heads + 2 * keys) * dim).to(dtype)
+    query, key, value = (part.unflatten(-1, (-1, dim)) for part in product.split([heads * dim, *[keys * dim] * 2], -1))
+    return query, key, value
+
+
+def pool_of(dtype: torch.dtype, heads: int, dim: int) -> Tensor:
+    """Two layers of four blocks of five tokens, with other numbers between the blocks."""
+    return torch.zeros(4, 3, 2, heads, 5, dim).to(dtype)[:, :2]
+
+
+ODD_SIZES = [((7, 1), 24, 24), ((4, 2), 80, 80), ((6, 3), 40, 8), ((1, 1), 2, 2)]  # heads, their dim, rotated
+
+
+@pytest.mark.parametrize(("kind", "dtype"), TRITON)
+@pytest.mark.parametrize(("counts", "dim", "rotary_dim"), ODD_SIZES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("pool_dtype", [None, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_rotary_write(
+    kind: str,
+    dtype: torch.dtype,
+    counts: tuple[int, int],
+    dim: int,
+    rotary_dim: int,
+    interleaved: bool,
+    pool_dtype: torch.dtype | None,
+) -> None:
+    """Bit for bit what rotating and then writing gives, padding skipped, and nothing else is written."""
+    slots = torch.tensor([19, 3, -1, 0, 12])
+    pools = [pool_of(pool_dtype or dtype, counts[1], dim) for _ in range(2)]
+    with kernels(dtype, kind) as (layers, there):
+        heads = tuple(map(there, heads_of(dtype, counts, dim, len(slots))))
+        angles = tuple(there(torch.randn(1, len(slots), rotary_dim).to(dtype)) for _ in range(2))
+        own = there(pools[0])
+        found = layers.rotary_write(heads, angles, (interleaved, True), None, Place(own, 1, there(slots)))
+        turned = (each.transpose(0, 1)[None] for each in heads[:2])
+        query, key = (each[0].transpose(0, 1).cpu() for each in layers.rotary(*turned, *angles, interleaved, True))
+        with pytest.raises(InputError, match="rotary_write takes"):
+            layers.rotary_write(heads, angles, (interleaved, True), None, Place(own, 2, there(slots)))
+    reference.reshape_and_cache(key, heads[2].cpu(), pools[1], 1, slots)
+    assert torch.equal(found.cpu(), query) and found.is_contiguous()
+    assert same_bits(own.cpu(), pools[1])
+
+
+@pytest.mark.parametrize(("kind", "dtype"), TRITON)
+@pytest.mark.parametrize(("counts", "dim", "rotary_dim"), [own for own in ODD_SIZES if own[1] == own[2]])
+@pytest.mark.parametrize(("offset", "rounds_first"), fused_layers.NORMS)
+def test_rotary_write_of_normed_heads(
+    kind: str,
+    dtype: torch.dtype,
+    counts: tuple[int, int],
+    dim: int,
+    rotary_dim: int,
+    offset: float,
+    rounds_first: bool,
+) -> None:
+    slots, pool = torch.tensor([7, 2, 11]), pool_of(dtype, counts[1], dim)
+    with kernels(dtype, kind) as (layers, there):
+        query, key, value = map(there, heads_of(dtype, counts, dim, len(slots)))
+        cos, sin = (there(torch.randn(1, len(slots), rotary_dim).to(dtype)) for _ in range(2))
+        one, other = (NormWeight(there(torch.randn(dim).to(dtype)), eps, offset, rounds_first) for eps in (1e-5, 1e-2))
+        place = Place(there(pool), 0, there(slots))
+        found = layers.rotary_write((query, key, value), (cos, sin), (False, False), (one, other), place)
+        normed = [
+            layers.rms_norm(each.contiguous(), norm.weight, norm.eps, offset, rounds_first).transpose(0, 1)[None]
+            for each, norm in ((query, one), (key, other))
+        ]
+        expected = [each[0].transpose(0, 1).cpu().double() for each in layers.rotary(*normed, cos, sin, False, False)]
+        unlike = NormWeight(other.weight, 1e-5, offset + 1, rounds_first)
+        with pytest.raises(InputError, match="norms of one kind"):
+            layers.rotary_write((query, key, value), (cos, sin), (False, False), (one, unlike), place)
+    blocks = place.kv_cache.cpu()[slots // 5, 0, :, :, slots % 5]
+    tolerance = {
+        "rtol": {F32: 1e-5, BF16: 2.0**-6, F16: 2.0**-8}[dtype],
+        "atol": {F32: 1e-5, BF16: 0.1, F16: 0.01}[dtype],
+    }
+    torch.testing.assert_close(found.cpu().double(), expected[0], **tolerance)
+    torch.testing.assert_close(blocks[:, 0].double(), expected[1], **tolerance)
+    assert torch.equal(blocks[:, 1], value.cpu())
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("triton", F32), ("triton", BF16)])

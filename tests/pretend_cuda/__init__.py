@@ -206,6 +206,7 @@ class Graph:
     def __init__(self, keep_graph: bool = False) -> None:
         self._number: int | None = None
         self._launches: list[tuple[int, Callable[[], None]]] = []  # of Triton kernels, and how many operations before
+        self._names: list[str] = []
         self._pool: Any = None
         self._stream = 0
         self._is_ended = False
@@ -251,9 +252,15 @@ class Graph:
             begin = end
         own.graph_replay(self._number, begin, own.graph_size(self._number))
 
-    def add_launch(self, launch: Callable[[], None]) -> None:
+    def add_launch(self, name: str, launch: Callable[[], None]) -> None:
         """Has a Triton kernel launched again behind what was recorded so far."""
         self._launches.append((torch.ops.pretend_cuda.graph_size(self._number), launch))
+        self._names.append(name)
+
+    @property
+    def names(self) -> list[str]:
+        """What it launches: Triton kernels, then torch's operations, each of which is at least one kernel."""
+        return [*self._names, *torch.ops.pretend_cuda.graph_operations(self._number)]
 
     def reset(self) -> None:
         if self._number is not None:
@@ -350,7 +357,7 @@ def _take_device_tensors() -> None:
 
         launch()
         if _captured.graph is not None:
-            _captured.graph.add_launch(launch)
+            _captured.graph.add_launch(name, launch)
 
     interpreter.GridExecutor.__call__ = call
 

@@ -701,6 +701,18 @@ bool capture_fails() {
 bool is_capturing() { return capturing != nullptr; }
 int64_t graph_size(int64_t number) { return static_cast<int64_t>(graph_of(number)->operations.size()); }
 
+// Names of those of its operations that compute something: not views, nor memory that nothing is written to.
+std::vector<std::string> graph_operations(int64_t number) {
+  std::vector<std::string> names;
+  for (const auto& recorded : graph_of(number)->operations) {
+    const auto& schema = recorded.op.schema();
+    const auto* alias = schema.returns().empty() ? nullptr : schema.returns()[0].alias_info();
+    const bool is_view = (alias != nullptr && !alias->isWrite()) || is_one_of(schema.name(), {"aten::_unsafe_view"});
+    if (!is_view && schema.name().find("empty") == std::string::npos) names.push_back(schema.name());
+  }
+  return names;
+}
+
 void graph_drop(int64_t number) {
   std::lock_guard<std::mutex> guard(graphs_lock);
   graphs.erase(number);
@@ -765,6 +777,7 @@ TORCH_LIBRARY(pretend_cuda, library) {
   library.def("is_capturing() -> bool", &is_capturing);
   library.def("capture_fails() -> bool", &capture_fails);
   library.def("graph_size(int graph) -> int", &graph_size);
+  library.def("graph_operations(int graph) -> str[]", &graph_operations);
   library.def("graph_replay(int graph, int first, int last) -> ()", &graph_replay);
   library.def("graph_poison(int graph) -> ()", &graph_poison);
   library.def("graph_check(int graph) -> ()", &graph_check);

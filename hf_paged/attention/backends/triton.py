@@ -16,6 +16,7 @@ from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.attention.params import AttentionParams
 from hf_paged.kernels import reference
 from hf_paged.kernels.availability import HALF_OR_SINGLE, launch_failure
+from hf_paged.kernels.layers import Place
 
 if TYPE_CHECKING:  # Triton need not be installed for the other backends
     from hf_paged.kernels.ops import Partials
@@ -126,6 +127,11 @@ class TritonStep:
             params.sinks,
             self._partials.get(ops.partials_size(work.max_parts, query.shape[1], width), query.device),
         )
+
+    def place_of(self, layer: int) -> Place | None:
+        """Where `write` puts keys and values of a layer, for kernels that do so themselves; `None`: it alone can."""
+        kv_cache = self._kv_cache
+        return None if kv_cache.shape[2] == 1 else Place(kv_cache, layer, self._metadata.slot_mapping)
 
     def write(self, key: Tensor, value: Tensor, layer: int) -> None:
         if self._kv_cache.shape[2] == 1:

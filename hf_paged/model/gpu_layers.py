@@ -19,7 +19,7 @@ from hf_paged.kernels.layers import InputError
 from hf_paged.model.decoder_layers import DecoderLayer, Parts, parts_of
 from hf_paged.model.fused_layers import Norm, NormAhead, agrees_where_finite
 from hf_paged.model.fused_rotary import NAME
-from hf_paged.model.joined_linears import ATTENTION, multiply
+from hf_paged.model.joined_linears import ATTENTION, are_plain, multiply
 from hf_paged.model.module_overrides import ModuleOverride, Survey
 
 _TRIED = 64  # tokens of the trial, which is made in a step: its memory is not reckoned with
@@ -53,6 +53,8 @@ class GPULayer(DecoderLayer):
         self.may_norm_ahead = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not are_plain(self.parts.outer):  # rows have adapters, which look at all tokens
+            return self.module._call_impl(*args, **kwargs)
         result = super().forward(*args, **kwargs)
         if self.may_norm_ahead and self._ahead.source is not self and isinstance(result, Tensor):
             self._ahead.leave(self, result)  # by its own forward: the norm behind it gets to know

@@ -303,14 +303,18 @@ def test_a_number_moves_the_key(net: nn.Sequential, name: str) -> None:
     watch.assert_moved()
 
 
-def test_what_was_made_of_the_code_is_forgotten(net: nn.Sequential) -> None:
-    """With it and its numbers, and with kinds of weights; not where weights only have other elements or places."""
+@pytest.mark.parametrize("has_joined", [False, True])
+def test_what_was_made_of_the_code_is_forgotten(has_joined: bool, net: nn.Sequential) -> None:
+    """With it and its numbers, and with kinds of weights; not where weights only have other elements or (unless layers
+    rely on these) places.
+    """
     dropped: list[int] = []
 
     class Made:
         def forget(self) -> None:
             dropped.append(1)
 
+    Made.has_joined = has_joined  # type: ignore[attr-defined]
     net.append(Scaled())
     state = WeightsVersion(net, Made())  # type: ignore[arg-type]
     state.key()
@@ -327,7 +331,7 @@ def test_what_was_made_of_the_code_is_forgotten(net: nn.Sequential) -> None:
 
     changes: list[tuple[Callable[[], Any], int, bool]] = [
         (lambda: net[0].weight.data.mul_(2.0), 0, False),
-        (move, 1, False),
+        (move, 1, has_joined),
         (lambda: setattr(net[3], "scale", 5.0), 1, True),
         (lambda: setattr(net[3], "forward", lambda x: x), 1, True),
         (change_dtype, 1, True),

@@ -46,10 +46,12 @@ from hf_paged.kernels import (
     paged_decode,
     paged_prefill,
     reshape_and_cache,
+    row_sampling,
     shared_decode,
     triton_layers,
 )
 from hf_paged.kernels.layers import NormWeight, Place
+from hf_paged.kernels.sampling_rows import plain_rows
 
 # Bytes of shared memory that one program may take, from the vendors' programming guides.
 SHARED_MEMORY_LIMIT = {
@@ -135,6 +137,9 @@ def launches(case: Case, target: str) -> list[Specialisation]:
             place = Place(pool, 3, on_meta(64, dtype=torch.int64))
             for norms in (None, (norm, norm)):
                 layers.rotary_write(triple, (one[None], one[None]), (False, True), norms, place)
+        elif case.kernel == "sampling":
+            row_sampling.sample_rows(plain_rows(2), on_meta(2, 128256, dtype=dtype))
+            row_sampling.draw_noise(plain_rows(2), 128256, torch.device("meta"))
         elif case.kernel == "latents":
             latent, rotary = case.head_dim, case.head_dim // 8
             pool = on_meta(NUM_BLOCKS, 32, 1, 1, case.block_size, latent + rotary, dtype=POOLS[case.pool])
@@ -217,6 +222,8 @@ def cases(target: str) -> Iterator[Case]:
             yield Case("latents", dtype, pool, head_dim, 16, heads, "", latent_attention.tiling(widths, device).rows)
     for dtype, head_dim in itertools.product(DTYPES, (64, 80, 128, 256)):
         yield Case("layers", dtype, dtype, head_dim, 16, 4, "", 0)
+    for dtype in DTYPES:
+        yield Case("sampling", dtype, dtype, 0, 0, 0, "", 0)
     for block_size in (8, 16, 256):
         yield Case("copy", "bf16", "bf16", 128, block_size, 1, "", 0)
 

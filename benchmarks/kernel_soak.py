@@ -30,11 +30,14 @@ from tqdm import tqdm
 
 import hf_paged
 from hf_paged.attention.backends import triton as triton_backend
-from hf_paged.kernels import availability, cpu_layers, launch, reference
+from hf_paged.engine import executor, warm_up
+from hf_paged.kernels import availability, cpu_layers, launch, reference, row_sampling
 from hf_paged.kernels.latent_maps import LatentMaps
+from hf_paged.kernels.philox import DrawGrid
 from hf_paged.kernels.triton_layers import TritonLayers
 from hf_paged.model import cuda_graph, layers
 from hf_paged.model.gpu_layers import GPULayer
+from hf_paged.sampling import random
 
 # What the launchers read off a device; an sm_100 is an sm_90 to them, but for its processors.
 GPUS = {
@@ -200,9 +203,23 @@ def pretending(gpu: str) -> Iterator[list[int]]:
             (LatentMaps, "absorb", _absorb),
             (LatentMaps, "project", _project),
             (reference, "paged_attention", _expanded),
+            (executor, "draw_grid", lambda _: DrawGrid(8192)),
+            (warm_up, "draw_grid", lambda _: DrawGrid(8192)),
+            (random, "where", lambda _: (0, 0)),  # of a generator of the CPU's
+            (random, "move", lambda *_: None),
+            (row_sampling, "sample_rows", _first(row_sampling.sample_rows)),
         ):
             stack.enter_context(mock.patch.object(owner, name, instead))
         yield replays
+
+
+def _first(sample: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Token 0, for what a kernel that computes nothing would have chosen."""
+
+    def sampled(*values: Any, **named: Any) -> Tensor:
+        return sample(*values, **named).zero_()
+
+    return sampled
 
 
 def prompts(*lengths: int) -> list[list[int]]:
@@ -230,6 +247,7 @@ def serve(model: Any) -> None:
     together(model, [5] * 17, max_new_tokens=30)  # into the next block
     together(model, [5, 17, 16, 33, 700], do_sample=True, top_k=20, temperature=0.7, max_new_tokens=5)
     model.generate(ids, num_beams=4, num_return_sequences=2, max_new_tokens=20)
+    together(model, [5, 17], do_sample=True, typical_p=0.9)
     model.generate(ids, do_sample=True, num_return_sequences=5, max_new_tokens=6)
     model.generate(ids[:1, :1], max_new_tokens=3)
 

@@ -19,6 +19,8 @@ from hf_paged.core.sequence import GivenToken
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.engine.leader import Leader
 from hf_paged.engine.run import Run
+from hf_paged.kernels.availability import draw_grid
+from hf_paged.kernels.philox import DrawGrid
 from hf_paged.kernels.transfers import DeviceTimer, ToHost
 from hf_paged.memory.kv_cache import KVCache
 from hf_paged.memory.streams import on_steps_stream
@@ -111,6 +113,12 @@ class StepExecutor:
         """
         setting = self._pool.config.use_async_batching
         return (self._pool.kv_device.type == "cuda" if setting is None else setting) and self.model.is_plain
+
+    @property
+    def draw_grid(self) -> DrawGrid | None:
+        """How the device draws, if rows are sampled in one kernel there."""
+        grid = draw_grid(self._pool.kv_device)
+        return None if isinstance(grid, str) else grid
 
     def token_table(self, device: torch.device) -> TokenTable:
         """Where rows keep tokens for processors and criteria that look at them. The pool's lock is held."""

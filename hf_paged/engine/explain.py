@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_paged.engine.core import EngineCore
 from hf_paged.kernels import cpu_linear
-from hf_paged.kernels.availability import layer_kernels
+from hf_paged.kernels.availability import draw_grid, layer_kernels
 from hf_paged.model.gpu_layers import GPULayer
 
 # What would change the way of a call, by how its reason begins; where nothing is named, the call needs it.
@@ -38,7 +38,7 @@ class Detour:
     """Something that doesn't go the fastest way.
 
     Attributes:
-        what: What it is: "calls", "steps", "graphs", "overlap", "layers" or "linear layers".
+        what: What it is: "calls", "steps", "graphs", "overlap", "sampling", "layers" or "linear layers".
         why: The reason.
         instead: The setting or line that would change it; empty: nothing would.
         num_calls: Calls that went this way since `patch`; 0 for what holds for the model.
@@ -82,6 +82,11 @@ def _of_steps(core: EngineCore) -> list[Detour]:
         found.append(Detour("graphs", f"CUDA graphs {bound.why_unrecorded}"))
     if config.use_async_batching is False:
         found.append(Detour("overlap", "use_async_batching=False", "patch with use_async_batching=None"))
+    grid = draw_grid(bound.placement[1])
+    if isinstance(grid, str):
+        found.append(
+            Detour("sampling", f"torch chooses the tokens of each kind of request by itself: the kernel {grid}")
+        )
     return found
 
 

@@ -173,11 +173,17 @@ class SampledRun(Run):
         self.rows = [Row() for _ in range(num_rows)]
         self._num_open = num_rows
         self._max_context = worker.executor.model.max_context
+        # The largest logit is the same everywhere: bringing all of them to a prompt on the CPU would hold up the step.
+        is_argmax = not call.do_sample and not call.processors and call.ends.others is None
+        device = None if is_argmax and call.device != pool.kv_device else call.device
+        grid = worker.executor.draw_grid if device in (None, pool.kv_device) else None
         self._noise: SamplingNoise | NoiseAhead | StepNoise | None = call.noise
         if call.generator is not None:
             is_stocks = call.has_drafts and num_rows == 1  # draws depend on the drafts
             num_kept = KEPT_NOISE if call.has_drafts else 1
-            self._noise = StepNoise(call.generator) if is_stocks else SamplingNoise(call.generator, num_rows, num_kept)
+            self._noise = (
+                StepNoise(call.generator) if is_stocks else SamplingNoise(call.generator, num_rows, num_kept, grid)
+            )
         self._matchers = None if call.grammar is None else call.grammar.matchers(num_rows)
         self._table: TokenTable | None = None
         self._table_rows: list[int] = []
@@ -185,9 +191,6 @@ class SampledRun(Run):
             # Prompt, padding and generated tokens: what transformers would hand to processors and criteria.
             self._table = worker.executor.token_table(call.device)
             self._table_rows = self._table.add(call.input_ids)
-        # The largest logit is the same everywhere: bringing all of them to a prompt on the CPU would hold up the step.
-        is_argmax = not call.do_sample and not call.processors and self._table is None
-        stays = is_argmax and call.device != pool.kv_device
         self._sampler = RowSampler(
             call.processors,
             self._noise,
@@ -196,9 +199,10 @@ class SampledRun(Run):
             table=self._table,
             table_rows=self._table_rows,
             width=self._width,
-            device=None if stays else call.device,
+            device=device,
             logprobs=call.logprobs,
             matchers=self._matchers,
+            has_kernel=grid is not None,
         )
         prompts = new_sequences(call, pool, self, weights_key, batch_key)
         for row, sequence in prompts:

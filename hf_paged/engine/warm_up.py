@@ -13,10 +13,12 @@ from hf_paged.attention.pool_attention import PoolAttention
 from hf_paged.core.interrupts import check_interrupt
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.engine.step_loop import StepLoop, without_modes
+from hf_paged.kernels.availability import draw_grid
 from hf_paged.memory.streams import among_steps
 from hf_paged.model.bound_model import BoundModel
 from hf_paged.model.cuda_graph import DecodeGraphs
 from hf_paged.model.runner import ModelRunner
+from hf_paged.sampling import kernel_rows
 
 Lens = tuple[int, int]  # of a sequence: its new tokens, and its tokens in all
 
@@ -86,8 +88,10 @@ def _run(pool: KVPool, model: BoundModel, runner: ModelRunner, attention: PoolAt
     batches = rehearsals(longest, pool.config.max_num_batched_tokens, pool.config.max_num_seqs)
     for lens in tqdm(batches, desc="hf_paged: warming up", delay=1, leave=False, disable=None):
         check_interrupt()
-        runner.packed.rehearse(attention, lens)
+        logits = runner.packed.rehearse(attention, lens)
     attention.warm_up()
+    if not isinstance(draw_grid(kv_cache.device), str):
+        kernel_rows.rehearse(logits)
 
 
 def _counting(attention: PoolAttention) -> AbstractContextManager[list[str]]:

@@ -11,6 +11,7 @@ import torch
 
 from hf_paged.kernels import cpu_layers
 from hf_paged.kernels.layers import LayerKernels
+from hf_paged.kernels.philox import DrawGrid
 from hf_paged.kernels.transfers import to_device
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,22 @@ def layer_kernels(dtype: torch.dtype, device: torch.device) -> LayerKernels | st
     from hf_paged.kernels.triton_layers import TritonLayers
 
     return TritonLayers(dtype)
+
+
+@lru_cache
+def draw_grid(device: torch.device) -> DrawGrid | str:
+    """How a GPU draws, as it has to be known to sample in one kernel; or why that can't be."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"knows how an NVIDIA GPU draws, the model is on {device}"
+    if importlib.util.find_spec("triton") is None:
+        return "needs the triton package (pip install hf-paged[gpu]), which is not installed"
+    reason = launch_failure(device)
+    if reason:
+        return reason
+    from hf_paged.kernels.row_sampling import draws_agree
+
+    grid = DrawGrid.of(device)
+    return grid if draws_agree(grid, device) else f"draws otherwise than torch {torch.__version__} on this device"
 
 
 @lru_cache

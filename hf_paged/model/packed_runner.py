@@ -101,8 +101,8 @@ class PackedRunner:
         places = rows.numpy()
         return WantedTokens(rows, len(layers) - 1, lambda: attention.step([own.of_tokens(places) for own in metadata]))
 
-    def rehearse(self, attention: PoolAttention, lens: list[tuple[int, int]]) -> None:
-        """A step of no sequence's: all tokens are in the null block, which is written to.
+    def rehearse(self, attention: PoolAttention, lens: list[tuple[int, int]]) -> Tensor:
+        """A step of no sequence's: all tokens are in the null block, which is written to. Returns its logits.
 
         Args:
             lens: Of each sequence, its new tokens and its tokens in all; those with one new token first.
@@ -117,4 +117,4 @@ class PackedRunner:
         groups = [metadata, *(metadata.with_tables(tables) for _ in kv_cache.groups.windows[1:])]
         states = StateStep.in_null_block(self._model.traits, kv_cache, seq_lens - query_lens, query_lens)
         with self._model.mode():
-            self.run(tokens, groups, attention, rows, states)
+            return self.run(tokens, groups, attention, rows, states)

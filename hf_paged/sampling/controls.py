@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor
@@ -114,13 +115,14 @@ class DenseBias:
     """A number for each token of the vocabulary, brought to a device once."""
 
     def __init__(self, bias: Mapping[int, float]) -> None:
-        self._bias = bias
+        self.arrays = np.array(list(bias), np.int32), np.array(list(bias.values()), np.float32)  # tokens, numbers
         self._made: Tensor | None = None
 
     def like(self, scores: Tensor) -> Tensor:
         """`[vocab_size]`, where and as long as scores are."""
         if self._made is None or self._made.device != scores.device:
             dense = torch.zeros(scores.shape[-1], dtype=scores.dtype)
-            dense[list(self._bias)] = torch.tensor(list(self._bias.values()), dtype=scores.dtype)
+            tokens, numbers = map(torch.from_numpy, self.arrays)
+            dense[tokens.long()] = numbers.to(scores.dtype)
             self._made = dense.to(scores.device)
         return self._made

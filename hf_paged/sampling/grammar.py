@@ -147,14 +147,20 @@ class GrammarCompiler:
         return grammar
 
 
-def mask_tokens(scores: Tensor, matchers: Sequence[GrammarMatcher]) -> Tensor:
-    """`[rows, vocab_size]` scores, minus infinity where a row's grammar allows no token."""
+def token_masks(matchers: Sequence[GrammarMatcher], vocab_size: int) -> np.ndarray:
+    """`[rows, words]` int32: bit `i % 32` of word `i // 32` says whether a row's grammar allows token `i`."""
     from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
-    rows, vocab_size = scores.shape
-    bits = allocate_token_bitmask(rows, vocab_size)
+    bits = allocate_token_bitmask(len(matchers), vocab_size)
     work = [(each.matcher, row) for row, each in enumerate(matchers)]
     fill_next_token_bitmask_par(matchers[0].executor, work, bits)
+    return np.ascontiguousarray(bits)
+
+
+def mask_tokens(scores: Tensor, matchers: Sequence[GrammarMatcher]) -> Tensor:
+    """`[rows, vocab_size]` scores, minus infinity where a row's grammar allows no token."""
+    rows, vocab_size = scores.shape
+    bits = token_masks(matchers, vocab_size)
     shifts = torch.arange(32, dtype=torch.int32, device=scores.device)
-    is_allowed = (to_device(np.ascontiguousarray(bits), scores.device)[:, :, None] >> shifts) & 1
+    is_allowed = (to_device(bits, scores.device)[:, :, None] >> shifts) & 1
     return scores.masked_fill(is_allowed.view(rows, -1)[:, :vocab_size] == 0, -float("inf"))

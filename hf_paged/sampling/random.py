@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from hf_paged.kernels.philox import MOST_ROWS, DrawGrid
 from hf_paged.kernels.transfers import to_device
 
 # Drawing functions of torch that take a generator, and those that take none and what does the same with one.
@@ -123,18 +124,41 @@ class _PrivateDraws(TorchFunctionMode):
 KEPT_ON_CPU = 4  # tokens whose noise is kept there: a draw costs more than the memory, which elsewhere is reserved
 
 
+def where(generator: torch.Generator) -> tuple[int, int]:
+    """Seed and offset of a GPU's generator."""
+    return generator.initial_seed(), generator.get_offset()
+
+
+def move(generator: torch.Generator, offset: int) -> None:
+    """Moves a GPU's generator."""
+    generator.set_offset(offset)
+
+
 class SamplingNoise:
     """The noise of a sampling call, by token and row, whenever a row gets there.
 
     `torch.multinomial(p, 1)` is `argmax(p / q)` with `q` exponentially distributed, one draw for the whole batch a step
     (ATen/native/Distributions.cpp). Rows may lag behind others: the generator's state at each token is kept until the
-    last row has passed it, and the noise of few tokens.
+    last row has passed it, and the noise of few tokens. Where it is known how a GPU draws, the state is computed.
+
+    Attributes:
+        num_rows: Of the batch.
+        grid: How the device draws: then the noise follows from
+        seed: the generator's, and
+        offset: where it stands at the first token. `None`: not known.
+        vocab_size: How many numbers a row's draw is, once something was drawn; of a `grid`.
     """
 
-    def __init__(self, generator: torch.Generator, num_rows: int, num_kept: int = 1) -> None:
+    def __init__(
+        self, generator: torch.Generator, num_rows: int, num_kept: int = 1, grid: DrawGrid | None = None
+    ) -> None:
         """Draws from `generator`, which the call owns, for a batch of `num_rows`; keeps `num_kept` tokens' noise."""
         self._generator = generator
-        self._num_rows = num_rows
+        self.num_rows = num_rows
+        self.grid = grid if num_rows <= MOST_ROWS else None
+        self.seed = self.offset = self.vocab_size = 0
+        if self.grid is not None:
+            self.seed, self.offset = where(generator)
         self._num_kept = num_kept if num_rows > 1 else 0
         self._states: dict[int, Tensor] = {}
         self._num_drawn = 0
@@ -151,7 +175,7 @@ class SamplingNoise:
         for passed in [kept for kept in self._states if kept < oldest_index]:
             del self._states[passed]
             self._kept.pop(passed, None)
-        is_whole = rows == list(range(self._num_rows))
+        is_whole = rows == list(range(self.num_rows))
         return noise if is_whole else noise[to_device(rows, noise.device)]
 
     def at(self, token_indices: list[int], rows: list[int], like: Tensor, oldest_index: int = 0) -> Tensor:
@@ -168,7 +192,9 @@ class SamplingNoise:
 
     def rewind(self, num_tokens: int) -> None:
         """Leaves the generator where it stands after so many tokens: one more may have been begun in vain."""
-        if num_tokens < self._num_drawn:  # whose state is kept: a row was there when it drew
+        if self.grid is not None:
+            self._seek(self._generator, num_tokens)
+        elif num_tokens < self._num_drawn:  # whose state is kept: a row was there when it drew
             self._generator.set_state(self._states[num_tokens])
 
     def _noise(self, token_index: int, probs: Tensor) -> Tensor:
@@ -176,18 +202,28 @@ class SamplingNoise:
         if kept is not None:
             return kept
         generator = self._generator
-        if token_index < self._num_drawn:
+        if self.grid is not None:
+            self.vocab_size = probs.shape[-1]
+            self._seek(generator, token_index)
+        elif token_index < self._num_drawn:
             generator = torch.Generator(generator.device)
             generator.set_state(self._states[token_index])
         else:
             self._states[token_index] = generator.get_state()
             self._num_drawn = token_index + 1
-        noise = probs.new_empty(self._num_rows, probs.shape[-1]).exponential_(1, generator=generator)
+        noise = probs.new_empty(self.num_rows, probs.shape[-1]).exponential_(1, generator=generator)
         if self._num_kept:
             if len(self._kept) >= (max(self._num_kept, KEPT_ON_CPU) if noise.is_cpu else self._num_kept):
                 del self._kept[next(iter(self._kept))]
             self._kept[token_index] = noise
         return noise
+
+    def _seek(self, generator: torch.Generator, token_index: int) -> None:
+        """Puts a generator where the draw of a token begins."""
+        assert self.grid is not None
+        if self.vocab_size:
+            rounds = self.grid.num_rounds(self.num_rows * self.vocab_size)
+            move(generator, self.offset + 4 * int(rounds) * token_index)
 
 
 class NoiseAhead:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_paged.kernels.transfers import ToHost, to_device
+from hf_paged.sampling import kernel_rows
 from hf_paged.sampling.beams import Selection
 from hf_paged.sampling.grammar import GrammarMatcher, mask_tokens
 from hf_paged.sampling.logprobs import Logprobs, LogprobsWanted, TokenLogprobs
@@ -34,6 +35,7 @@ class RowSampler:
         device: Where scores are processed, as in transformers' loop: the prompt's; `None`: where they are.
         logprobs: What is to be said of each token; `None`: nothing.
         matchers: Of each row, the grammar that it follows; `None`: there are none.
+        told: What a kernel is told that chooses the tokens; `None`: there is none, or it can't do what is asked for.
     """
 
     def __init__(
@@ -48,8 +50,12 @@ class RowSampler:
         device: torch.device | None = None,
         logprobs: LogprobsWanted | None = None,
         matchers: Sequence[GrammarMatcher] | None = None,
+        has_kernel: bool = False,
     ) -> None:
-        """Takes `kinds` from `processor_kinds(processors)`. Criteria and `needs_ids(processors)` need a `table`."""
+        """Takes `kinds` from `processor_kinds(processors)`. Criteria and `needs_ids(processors)` need a `table`.
+
+        `has_kernel`: there is one where the logits are, and scores are processed there.
+        """
         self.processors = list(processors)
         self.noise = noise
         self.criteria = criteria
@@ -60,6 +66,16 @@ class RowSampler:
         self.logprobs = logprobs
         self.matchers = matchers
         self.kind: Hashable = None if None in kinds else (noise is None, device, logprobs, matchers is None, *kinds)
+        self.told: kernel_rows.ToldRow | None = None
+        if has_kernel and not (logprobs is not None and logprobs.is_processed):
+            self.told = kernel_rows.told_row(self.processors, noise)
+        if self.told is not None:
+            self.kind = ("kernel", logprobs)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the largest logit decides."""
+        return self.noise is None and not self.processors and self.matchers is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,11 +249,13 @@ def _stops(criteria: Callable[[Tensor, Any], Tensor], table: TokenTable, batch: 
 
 def _choose(batches: list[SamplingBatch], logits: Tensor) -> tuple[Tensor, Logprobs | None]:
     """`[rows]` tokens of batches of one kind, and how likely they were, if they ask for it."""
-    sources = [source for batch in batches for source in batch.sources]
-    if sources != list(range(logits.shape[0])):
-        logits = logits[to_device(sources, logits.device)]
     samplers = [batch.sampler for batch in batches]
     first = samplers[0]
+    if first.told is not None and not all(sampler.is_plain for sampler in samplers):
+        tokens = kernel_rows.choose(batches, logits)
+        wanted = first.logprobs
+        return tokens, None if wanted is None else Logprobs(_own(batches, logits).float(), tokens, wanted.num_top)
+    logits = _own(batches, logits)
     scores = raw = logits.to(first.device or logits.device, torch.float32)
     lengths = [len(batch.rows) for batch in batches]
     if first.matchers is not None:
@@ -252,8 +270,10 @@ def _choose(batches: list[SamplingBatch], logits: Tensor) -> tuple[Tensor, Logpr
         tokens = scores.argmax(dim=-1)
     else:
         probs = scores.softmax(dim=-1)
-        noise = [batch.noise(probs) for batch in batches]
-        tokens = (probs / (noise[0] if len(noise) == 1 else torch.cat(noise))).argmax(dim=-1)
+        noise = kernel_rows.draw(batches, probs) if len(batches) > 1 else batches[0].noise(probs)
+        if noise is None:
+            noise = torch.cat([batch.noise(probs) for batch in batches])
+        tokens = (probs / noise).argmax(dim=-1)
         # A row with a NaN anywhere is all NaN behind the softmax.
         is_number = probs.gather(1, tokens[:, None])[:, 0] >= 0
         tokens = torch.where(is_number, tokens, -1)
@@ -267,6 +287,12 @@ def _choose(batches: list[SamplingBatch], logits: Tensor) -> tuple[Tensor, Logpr
     if wanted is None:
         return tokens, None
     return tokens, Logprobs(scores if wanted.is_processed else raw, tokens, wanted.num_top)
+
+
+def _own(batches: list[SamplingBatch], logits: Tensor) -> Tensor:
+    """`[rows, vocab_size]`, those of the logits that are the batches'."""
+    sources = [source for batch in batches for source in batch.sources]
+    return logits if sources == list(range(logits.shape[0])) else logits[to_device(sources, logits.device)]
 
 
 def _table_rows(batches: list[SamplingBatch]) -> tuple[list[int], list[int]]:

@@ -39,18 +39,21 @@ class TokenTable:
     def remove(self, rows: list[int]) -> None:
         self._free += rows
 
-    def write(self, rows: list[int], lengths: list[int], tokens: Tensor) -> None:
-        longest = max(lengths)
+    def with_room(self, longest: int) -> Tensor:
+        """`[rows, more than longest]`, all rows: a kernel writes to them by itself."""
         if longest >= self._ids.shape[1]:
             self._grow(len(self._ids), longest * 3 // 2 + 64)
-        self._ids[to_device(rows, self._device), to_device(lengths, self._device)] = tokens
+        return self._ids
+
+    def write(self, rows: list[int], lengths: list[int], tokens: Tensor) -> None:
+        ids = self.with_room(max(lengths))
+        ids[to_device(rows, self._device), to_device(lengths, self._device)] = tokens
 
     def reorder(self, rows: Tensor, parents: Tensor, length: int, tokens: Tensor) -> None:
         """Gives rows the first `length` tokens of others, and one more; all tensors are `[B, K]`, on the device."""
-        if length >= self._ids.shape[1]:
-            self._grow(len(self._ids), length * 3 // 2 + 64)
-        self._ids[rows] = self._ids[parents]
-        self._ids[rows, length] = tokens
+        ids = self.with_room(length)
+        ids[rows] = ids[parents]
+        ids[rows, length] = tokens
 
     def read(self, rows: list[int], lengths: list[int], marks_ends: bool = False) -> Tensor:
         """`[rows, max(lengths)]`, the first tokens of rows.

@@ -25,6 +25,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "prefill bf16 e4m3 d128 b16 g1",
         "write bf16 e4m3 d80",
         "layers bf16 bf16 d128",
+        "sampling bf16",
         "latents bf16 bf16 d512 b16 g128",
         "copy",
     )
@@ -54,7 +55,7 @@ def test_all_kernels_compile_for_all_targets(kernels: list[dict[str, Any]]) -> N
     """Would break: a kernel that only the interpreter understands."""
     names = {"decode", "combine", "prefill", "reshape_and_cache", "copy_blocks"}
     names |= {"rms_norm", "gate", "rotary", "latent_decode", "write_latents", "shared_decode"}
-    names |= {"add_norm", "rotary_write"}
+    names |= {"add_norm", "rotary_write", "sample", "noise"}
     assert {(row["kernel"], row["target"]) for row in kernels} == {(n, t) for n in names for t in TARGETS}
 
 

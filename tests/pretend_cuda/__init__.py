@@ -460,6 +460,7 @@ def install() -> None:
         major=9,
         minor=0,
         multi_processor_count=8,  # of which kernels start a program each, at least
+        max_threads_per_multi_processor=2048,  # by which draws are shared out, in device.cpp, too
         total_memory=memory.total,
         shared_memory_per_block=49152,
         shared_memory_per_block_optin=232448,

@@ -10,6 +10,7 @@
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/PhiloxRNGEngine.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -167,25 +168,66 @@ bool is_pinned_pointer(const void* pointer) {
 
 // ---------------------------------------------------------------------------------------------------------- generator
 
-// The CPU's, under another name: the same seed draws the same numbers on both.
+// A seed and an offset, as a GPU's. What is drawn from them as there is below; for the rest, the CPU's generator is
+// seeded with both.
 struct DeviceGenerator final : c10::GeneratorImpl {
-  DeviceGenerator(at::Generator own, int index)
-      : c10::GeneratorImpl(cuda(index), DispatchKeySet(DispatchKey::CUDA)), host(std::move(own)) {}
-  void set_current_seed(uint64_t seed) override { host.set_current_seed(seed); }
-  void set_offset(uint64_t offset) override { host.set_offset(offset); }
-  uint64_t get_offset() const override { return host.get_offset(); }
-  uint64_t current_seed() const override { return host.current_seed(); }
-  uint64_t seed() override { return host.seed(); }
-  void set_state(const c10::TensorImpl& state) override { host.unsafeGetGeneratorImpl()->set_state(state); }
-  c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return host.unsafeGetGeneratorImpl()->get_state(); }
-  DeviceGenerator* clone_impl() const override { return new DeviceGenerator(host.clone(), device().index()); }
+  explicit DeviceGenerator(int index) : c10::GeneratorImpl(cuda(index), DispatchKeySet(DispatchKey::CUDA)) {}
+  void set_current_seed(uint64_t seed) override { own_seed = seed, own_offset = 0; }
+  void set_offset(uint64_t offset) override { own_offset = offset; }
+  uint64_t get_offset() const override { return own_offset; }
+  uint64_t current_seed() const override { return own_seed; }
+  uint64_t seed() override {
+    set_current_seed(c10::detail::getNonDeterministicRandom(false));
+    return own_seed;
+  }
+  void set_state(const c10::TensorImpl& state) override {
+    TORCH_CHECK(state.numel() == 16, "RNG state is wrong size");
+    std::memcpy(&own_seed, state.data(), 8);
+    std::memcpy(&own_offset, static_cast<const char*>(state.data()) + 8, 8);
+  }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    at::AutoDispatchBelowADInplaceOrView below;
+    auto state = at::detail::empty_cpu({16}, at::kByte);
+    std::memcpy(state.mutable_data_ptr(), &own_seed, 8);
+    std::memcpy(static_cast<char*>(state.mutable_data_ptr()) + 8, &own_offset, 8);
+    return state.getIntrusivePtr();
+  }
+  DeviceGenerator* clone_impl() const override { return new DeviceGenerator(*this); }
+  DeviceGenerator(const DeviceGenerator& other) : DeviceGenerator(other.device().index()) {
+    own_seed = other.own_seed, own_offset = other.own_offset;
+  }
 
-  at::Generator host;
+  // A generator of the CPU's for one draw.
+  at::Generator host() {
+    own_offset += 4;
+    return at::detail::createCPUGenerator(own_seed ^ (own_offset * 0x9E3779B97F4A7C15));
+  }
+
+  // `distribution_elementwise_grid_stride_kernel` of ATen/native/cuda/DistributionTemplates.h, thread by thread.
+  void exponential(float* numbers, int64_t count) {
+    if (count == 0) return;
+    constexpr int64_t kBlock = 256, kBlocks = kProcessors * (kThreads / kBlock), kUnroll = 4;
+    const int64_t threads = std::min((count + kBlock - 1) / kBlock, kBlocks) * kBlock;
+    for (int64_t thread = 0; thread < threads; ++thread) {
+      at::Philox4_32 engine(own_seed, thread, own_offset / 4);
+      for (int64_t first = thread; first < count; first += threads * kUnroll) {
+        for (int64_t unrolled = 0; unrolled < kUnroll; ++unrolled) {
+          const uint32_t word = engine();
+          if (first + threads * unrolled >= count) continue;
+          const float uniform = static_cast<float>(word) * 0x1p-32f + 0x1p-33f;
+          numbers[first + threads * unrolled] =
+              uniform >= 1 - 0x1p-24f ? 0x1p-24f : -(std::log2(uniform) * 0.69314718f);
+        }
+      }
+    }
+    own_offset += ((count - 1) / (threads * kUnroll) + 1) * 4;
+  }
+
+  static constexpr int64_t kProcessors = 8, kThreads = 2048;  // as the device's properties say
+  uint64_t own_seed = c10::detail::getNonDeterministicRandom(false), own_offset = 0;
 };
 
-at::Generator new_generator(int index) {
-  return at::make_generator<DeviceGenerator>(at::detail::createCPUGenerator(), index);
-}
+at::Generator new_generator(int index) { return at::make_generator<DeviceGenerator>(index); }
 
 const at::Generator& default_generator(int index) {
   static at::Generator own[kNumDevices] = {new_generator(0), new_generator(1)};
@@ -494,6 +536,36 @@ std::string shape_of(const Tensor& tensor) {
   return text + "]";
 }
 
+// Draws what is drawn the same way here as on a GPU (`multinomial`: ATen/native/Distributions.cpp); returns whether.
+bool draw_as_a_gpu(const std::string& name, Stack* stack, size_t count, DeviceGenerator& generator) {
+  const auto arguments = stack->end() - count;
+  if (!is_one_of(name, {"aten::exponential_", "aten::multinomial"})) return false;
+  Tensor device = arguments[0].toTensor();
+  Tensor numbers = host_alias(device);
+  if (numbers.scalar_type() != at::kFloat || !numbers.is_contiguous()) return false;
+  at::AutoDispatchBelowADInplaceOrView below;
+  if (name == "aten::exponential_") {
+    if (arguments[1].toDouble() != 1) return false;
+    note_input(device, name);
+    generator.exponential(numbers.mutable_data_ptr<float>(), numbers.numel());
+    torch::jit::drop(*stack, count);
+    stack->push_back(device);
+    return true;
+  }
+  note_input(device, name);
+  const int64_t num_samples = arguments[1].toInt();
+  if ((num_samples > 1 && arguments[2].toBool()) || !at::isfinite(numbers).all().item<bool>() ||
+      at::lt(numbers, 0).any().item<bool>())
+    return false;
+  Tensor noise = at::empty_like(numbers);
+  generator.exponential(noise.mutable_data_ptr<float>(), noise.numel());
+  noise = numbers / noise;
+  const Tensor found = num_samples == 1 ? at::argmax(noise, -1, true) : std::get<1>(at::topk(noise, num_samples, -1));
+  torch::jit::drop(*stack, count);
+  stack->push_back(device_tensor(found, device_storage(found.storage(), current_device)));
+  return true;
+}
+
 void run(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   const auto& schema = op.schema();
   const std::string& name = schema.name();
@@ -577,7 +649,8 @@ void run(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
         refuse_in_capture("a draw from a generator that the graph does not know, " + name);
         TORCH_CHECK(own->device().index() == current_device, "Expected a 'cuda:", int(current_device),
                     "' generator device but found '", own->device().str(), "'");
-        value = own->host;
+        if (draw_as_a_gpu(name, stack, count, *own)) return;
+        value = own->host();
       } else {
         TORCH_CHECK(false, "Expected a 'cuda' device type for generator but found 'cpu'");
       }

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.policy import Policy
 from hf_paged.core.preemption import Preemption
 from hf_paged.core.queues import Queues
-from hf_paged.core.sequence import Sequence, SequenceGroup
+from hf_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 
 
 class Sequences:
@@ -141,26 +141,41 @@ class Sequences:
         self._manager.slide(sequence.seq_id, sequence.num_computed_tokens)
 
     def add_placeholder(self, sequence: Sequence, placeholder: int) -> None:
-        """Books a token that is being chosen: it can be scheduled before the host knows which one it is.
-
-        Args:
-            sequence: Whose it is.
-            placeholder: Its place among the tokens that the last step chooses.
-        """
-        sequence.num_tokens += 1
-        sequence.placeholder = placeholder
-        sequence.logits_from = sequence.num_tokens - 1
-        self.queues.wake(sequence.group)
+        """`add_placeholders` of one."""
+        self.add_placeholders([sequence], [placeholder])
 
     def resolve_token(self, sequence: Sequence, token_id: int) -> None:
-        """Replaces the first placeholder by its token, whose keys may be computed already."""
-        sequence.token_ids.append(token_id)
-        num_known = len(sequence.token_ids)
-        is_full = num_known <= sequence.num_computed_tokens and num_known % self._manager.block_size == 0
-        if is_full and sequence.is_recomputable:
-            self._manager.prefix.commit(sequence.seq_id, sequence.token_ids, sequence.extra_key, num_known)
-        elif is_full and self._manager.sliding:
-            self.slide(sequence)
+        """`resolve_tokens` of one."""
+        self.resolve_tokens([sequence], [token_id])
+
+    def add_placeholders(self, sequences: Iterable[Sequence], placeholders: Iterable[int]) -> None:
+        """Books tokens that are being chosen: they can be scheduled before the host knows which ones they are.
+
+        Args:
+            sequences: Each gets one.
+            placeholders: Its place among the tokens that the last step chooses.
+        """
+        ready = self.queues.ready
+        for sequence, placeholder in zip(sequences, placeholders, strict=True):
+            sequence.logits_from = sequence.num_tokens
+            sequence.num_tokens += 1
+            sequence.placeholder = placeholder
+            group = sequence.group
+            if group.arrival not in ready or group.status is not SequenceStatus.RUNNING:
+                self.queues.wake(group)
+
+    def resolve_tokens(self, sequences: Iterable[Sequence], token_ids: Iterable[int]) -> None:
+        """Replaces the first placeholder of each by its token, whose keys may be computed already."""
+        block_size = self._manager.block_size
+        for sequence, token_id in zip(sequences, token_ids, strict=True):
+            sequence.token_ids.append(token_id)
+            num_known = len(sequence.token_ids)
+            if num_known % block_size or num_known > sequence.num_computed_tokens:
+                continue
+            if sequence.is_recomputable:
+                self._manager.prefix.commit(sequence.seq_id, sequence.token_ids, sequence.extra_key, num_known)
+            elif self._manager.sliding:
+                self.slide(sequence)
 
     def add_drafts(self, sequence: Sequence, token_ids: list[int]) -> None:
         """Adds drafts after the known tokens, and asks for the logits of each and of the token before them.

@@ -18,6 +18,7 @@ from hf_paged.core.event_log import StepRows
 from hf_paged.core.sequence import GivenToken
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.engine.leader import Leader
+from hf_paged.engine.lone_rows import LoneRows
 from hf_paged.engine.run import Run
 from hf_paged.kernels.availability import draw_grid
 from hf_paged.kernels.philox import DrawGrid
@@ -32,7 +33,7 @@ from hf_paged.sampling.beams import BeamBatch, SelectedBeams, select_beams
 from hf_paged.sampling.sampler import Outcome, SampledTokens, SamplingBatch, sample_tokens
 from hf_paged.sampling.token_table import TokenTable
 
-_Part = tuple[SampledTokens | SelectedBeams | Exception, list[tuple[Run, list[int]]]]
+_Part = tuple[SampledTokens | SelectedBeams | Exception, list[tuple[Run, list[int]]], LoneRows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class _StepInFlight:
 
     Attributes:
         parts: Tokens it chooses and beams it selects, or what that raised, each with those who take them, batch by
-            batch, and their rows.
+            batch, and their rows; and the rows that the first tokens are for.
         offers: Blocks that it filled, to be shared if they are finite, and
         check: sums that tell, or what asking for them raised; `None`: there are no offers.
         is_decode: Whether the logits of all its tokens were wanted.
@@ -190,21 +191,29 @@ class StepExecutor:
         except Exception as error:  # no row's in particular: out of memory, a kernel that failed
             failure = error
         outcomes: list[Outcome] = []
-        for part, takers in done.parts:
+        errors: list[Exception | None] = []
+        for part, takers, _ in done.parts:
+            found = failure or part
             try:
-                found = failure or part
                 outcomes += [found] * len(takers) if isinstance(found, Exception) else found.read()
             except Exception as error:
+                found = error
                 outcomes += [error] * len(takers)
+            errors.append(found if isinstance(found, Exception) else None)
         try:
             seconds = done.timer.seconds()
         except Exception as error:
-            outcomes = [error] * len(outcomes)
+            outcomes, errors = [error] * len(outcomes), [error] * len(errors)
         with self._pool.lock:
             if done.offers:  # before rows end, whose blocks are free then
                 self._pool.scheduler.settle(done.offers, is_finite)
             self.is_handing_out = True
-            takers = [taker for _, takers in done.parts for taker in takers]
+            for (part, _, lone), failed in zip(done.parts, errors, strict=True):
+                if failed is not None:
+                    lone.fail(failed)
+                elif isinstance(part, SampledTokens):
+                    lone.take_tokens(part.first, self._pool.scheduler)
+            takers = [taker for _, takers, _ in done.parts for taker in takers]
             for (consumer, rows), outcome in zip(takers, outcomes, strict=True):
                 try:
                     consumer.take_tokens(rows, outcome)
@@ -246,9 +255,14 @@ class StepExecutor:
     def _deliver(self, batch: Batch, logits: Tensor) -> list[_Part]:
         """Hands callers their logits, has the tokens of the engine's rows chosen, and beams selected."""
         by_consumer: dict[int, tuple[Run, list[int], list[int]]] = {}
-        starts = batch.logit_starts.tolist()
+        lone = LoneRows()
+        starts, consumers = batch.logit_starts.tolist(), self.consumers
         for place, seq_id in enumerate(batch.seq_ids):
-            consumer, row = self.consumers[seq_id]
+            consumer, row = consumers[seq_id]
+            if consumer.lone is not None and starts[place + 1] == starts[place] + 1:
+                lone.runs.append(consumer)
+                lone.sources.append(starts[place])
+                continue
             _, rows, places = by_consumer.setdefault(id(consumer), (consumer, [], []))
             if starts[place + 1] > starts[place]:
                 rows.append(row)
@@ -269,13 +283,14 @@ class StepExecutor:
             except Exception as error:
                 consumer.fail(error)
         parts: list[_Part] = []
-        if batches:
+        if batches or lone.runs:
             try:
-                chosen = sample_tokens(batches, logits)
-                parts.append((chosen, takers))
+                chosen = sample_tokens(batches, logits, lone.choose(logits) if lone.runs else None)
+                parts.append((chosen, takers, lone))
             except Exception as error:
-                parts.append((error, takers))
+                parts.append((error, takers, lone))
             else:
+                lone.add_placeholders(self._pool.scheduler)
                 for (consumer, rows), first in zip(takers, chosen.places, strict=True):
                     # Rows without a token wait, and fail when those of the step before are known: they may have ended
                     # with it.
@@ -283,9 +298,9 @@ class StepExecutor:
                         consumer.add_placeholders(rows, first)
         if beams:
             try:
-                parts.append((select_beams(beams, logits), beam_takers))
+                parts.append((select_beams(beams, logits), beam_takers, LoneRows()))
             except Exception as error:
-                parts.append((error, beam_takers))
+                parts.append((error, beam_takers, LoneRows()))
         return parts
 
     def _note(self, step: _StepInFlight, seconds: float) -> None:

@@ -116,8 +116,10 @@ class RequestState:
             if self.first_token_time is None:
                 self.first_token_time = time.monotonic()
             self.events.append(TokenEvent(index, token, logprobs))
-            if is_last:
-                self.announce()
+            if is_last:  # as `announce`, without a call for each token
+                self.condition.notify_all()
+                for listener in self._listeners.copy():
+                    listener()
 
     def finish(
         self,

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from hf_paged.engine.worker import StepWorker
 
 
+# torch.multinomial's words, which transformers' loop would have raised
+NO_PROBABILITIES = "probability tensor contains either `inf`, `nan` or element < 0"
+
+
 @dataclass(slots=True)
 class Row:
     """One row of a result.
@@ -62,9 +66,11 @@ class Run:
         num_drafts: The drafts that were verified.
         num_accepted: Those of them that were right.
         is_assisted: Whether another model guesses its tokens.
+        lone: Its row, if it has only one of which only the next token matters: see `LoneRows`.
     """
 
     is_assisted = False
+    lone: Row | None = None
 
     def __init__(self, pool: KVPool, worker: StepWorker, on_end: Callable[[], None] | None = None) -> None:
         """Begins without rows; `on_end` is called when it is over, with the pool's lock held."""

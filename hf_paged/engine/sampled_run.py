@@ -17,7 +17,7 @@ from hf_paged.engine.call_context import call_context
 from hf_paged.engine.draft_budget import FIXED_COST, RowBudget
 from hf_paged.engine.draft_model import DraftModel
 from hf_paged.engine.kv_pool import KVPool
-from hf_paged.engine.run import Row, Run
+from hf_paged.engine.run import NO_PROBABILITIES, Row, Run
 from hf_paged.engine.worker import StepWorker
 from hf_paged.model.adapters import Adapter
 from hf_paged.model.weights_version import WeightsKey
@@ -165,14 +165,15 @@ class SampledRun(Run):
         """
         super().__init__(pool, worker, on_end)
         self._call = call
-        self._on_token = on_token
+        self.on_token = on_token
         self._has_drafts, self.is_assisted = call.has_drafts, call.draft_model is not None
         num_rows, self._width = call.input_ids.shape
         # Of new tokens, which no row may have more of.
-        self._limit = float("inf") if call.ends.max_length is None else call.ends.max_length - self._width
+        self.eos = call.ends.eos
+        self.limit = float("inf") if call.ends.max_length is None else call.ends.max_length - self._width
         self.rows = [Row() for _ in range(num_rows)]
         self._num_open = num_rows
-        self._max_context = worker.executor.model.max_context
+        self.max_context = worker.executor.model.max_context
         # The largest logit is the same everywhere: bringing all of them to a prompt on the CPU would hold up the step.
         is_argmax = not call.do_sample and not call.processors and call.ends.others is None
         device = None if is_argmax and call.device != pool.kv_device else call.device
@@ -191,7 +192,7 @@ class SampledRun(Run):
             # Prompt, padding and generated tokens: what transformers would hand to processors and criteria.
             self._table = worker.executor.token_table(call.device)
             self._table_rows = self._table.add(call.input_ids)
-        self._sampler = RowSampler(
+        self.sampler = RowSampler(
             call.processors,
             self._noise,
             call.kinds,
@@ -204,6 +205,9 @@ class SampledRun(Run):
             matchers=self._matchers,
             has_kernel=grid is not None,
         )
+        is_asked_more = call.has_drafts or call.grammar is not None or call.logprobs is not None or call.ends.others
+        if num_rows == 1 and not is_asked_more and (self.sampler.is_plain or self.sampler.told is not None):
+            self.lone = self.rows[0]
         prompts = new_sequences(call, pool, self, weights_key, batch_key)
         for row, sequence in prompts:
             self.rows[row].sequence = sequence
@@ -240,17 +244,17 @@ class SampledRun(Run):
 
     def cancel(self) -> None:
         for row in self.rows:
-            self._end(row, "cancelled")
+            self.end_row(row, "cancelled")
 
     def cancel_row(self, index: int) -> None:
         """Ends one row that has tokens as `"cancelled"`. The pool's lock is held, and no step runs."""
-        self._end(self.rows[index], "cancelled")
+        self.end_row(self.rows[index], "cancelled")
 
     def fail(self, error: BaseException) -> None:
         if not self.is_done:
             self.error = error
             for row in self.rows:
-                self._end(row, "error")
+                self.end_row(row, "error")
 
     # Of each step
 
@@ -278,13 +282,13 @@ class SampledRun(Run):
                 self._hold(row, count)
         if not owners:
             return []
-        if self._sampler.kind is not None or indices.count(indices[0]) == len(indices):
-            return [SamplingBatch(self._sampler, owners, indices, sources, self._oldest)]
+        if self.sampler.kind is not None or indices.count(indices[0]) == len(indices):
+            return [SamplingBatch(self.sampler, owners, indices, sources, self._oldest)]
         found: list[SamplingBatch] = []
         for own in sorted(set(indices)):
             mine = [index == own for index in indices]
             members, their_sources = list(compress(owners, mine)), list(compress(sources, mine))
-            found.append(SamplingBatch(self._sampler, members, [own] * len(members), their_sources, self._oldest))
+            found.append(SamplingBatch(self.sampler, members, [own] * len(members), their_sources, self._oldest))
         return found
 
     def _split(self, row: int) -> range:
@@ -319,8 +323,8 @@ class SampledRun(Run):
             row.num_chosen += 1
             # A position that the model may not have is not tried before it is known that the row gets there; and what
             # a grammar allows next is known when the token is.
-            waits = sequence.num_tokens >= self._max_context or self._matchers is not None
-            if row.num_chosen >= self._limit or waits:
+            waits = sequence.num_tokens >= self.max_context or self._matchers is not None
+            if row.num_chosen >= self.limit or waits:
                 sequence.is_wanted = False  # preempted now, it is not to be computed again
             else:
                 self._pool.scheduler.add_placeholder(sequence, own)
@@ -346,31 +350,31 @@ class SampledRun(Run):
         sequence, scheduler, reason, num_before = row.sequence, self._pool.scheduler, None, len(row.tokens)
         assert sequence is not None
         for token, stops, logprobs in row.chosen:
-            if token < 0:  # torch.multinomial's words, which transformers' loop would have raised
-                raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+            if token < 0:
+                raise RuntimeError(NO_PROBABILITIES)
             num_right = len(row.tokens) - num_before
             row.tokens.append(token)
             if logprobs is not None:
                 row.logprobs.append(logprobs)
             is_complete = self._matchers is not None and self._matchers[index].accept(token)
-            if token in self._call.ends.eos:
+            if token in self.eos:
                 reason = "eos"
             elif stops or is_complete:
                 reason = "stop"
-            elif len(row.tokens) >= self._limit:
+            elif len(row.tokens) >= self.limit:
                 reason = "length"
             if reason is not None or row.drafts[num_right : num_right + 1] != [token]:
                 break
         row.chosen.clear()
-        if self._on_token is not None:
+        if self.on_token is not None:
             last = len(row.tokens) - 1
             for place in range(num_before, last + 1):
                 said = row.logprobs[place] if row.logprobs else None
-                self._on_token(index, row.tokens[place], said, place == last)
+                self.on_token(index, row.tokens[place], said, place == last)
         if self._has_drafts:
             self._book(index, len(row.drafts), num_right)
         if reason is not None:
-            self._end(row, reason)
+            self.end_row(row, reason)
             return
         if num_before >= row.plain_until:
             row.num_chosen = len(row.tokens)
@@ -383,7 +387,7 @@ class SampledRun(Run):
         if self._has_drafts and row.num_chosen == len(row.tokens):  # else it is in the next step already
             self._guess(index)
 
-    def _end(self, row: Row, reason: str) -> None:
+    def end_row(self, row: Row, reason: str) -> None:
         if row.finish_reason is not None:
             return
         row.finish_reason = reason
@@ -393,7 +397,7 @@ class SampledRun(Run):
             row.sequence = None
         self._num_open -= 1
         if self._num_open == 0:
-            self._on_token = None  # it knows this, too
+            self.on_token = None  # it knows this, too
             if self._table is not None:
                 self._table.remove(self._table_rows)
             if isinstance(self._noise, SamplingNoise):
@@ -423,7 +427,7 @@ class SampledRun(Run):
                 self._budgets[index].note(0, 0, num_tokens, self._num_in_step)
             self._add_drafts(index, found)
         # It is not asked about tokens that the row has no room for.
-        elif asks and (most := int(min(most, self._limit - num_tokens - 1))) > 0:
+        elif asks and (most := int(min(most, self.limit - num_tokens - 1))) > 0:
             self._asking.append((index, most))
         else:
             self._add_drafts(index, [])
@@ -437,7 +441,7 @@ class SampledRun(Run):
             self._noise.expect(num_tokens, 1 + len(drafts))
         if drafts:
             # No further than the row and the model's context go; its last token is chosen, and not given to the model.
-            room = min(self._limit - num_tokens - 1, self._max_context - sequence.num_tokens)
+            room = min(self.limit - num_tokens - 1, self.max_context - sequence.num_tokens)
             drafts = drafts[: max(0, int(min(room, len(drafts))))]
         row.drafts = drafts
         if not drafts:

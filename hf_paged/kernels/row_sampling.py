@@ -432,6 +432,8 @@ def sample_rows(
     Returns:
         `[B]` int64.
     """
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
     device, vocab_size = logits.device, logits.shape[1]
     chosen = torch.empty(len(rows), dtype=torch.int64, device=device)
     changes = (rows["penalty"] != 1) | (rows["presence"] != 0) | (rows["frequency"] != 0) | (rows["biases"] > 0)
@@ -447,7 +449,7 @@ def sample_rows(
     with _on(logits):
         _sample_kernel[(len(rows),)](
             on_device,
-            logits if logits.stride(1) == 1 else logits.contiguous(),
+            logits,
             on_device if masks is None else masks,
             chosen if ids is None else ids,
             numbers,

@@ -18,7 +18,7 @@ from hf_paged.sampling.grammar import token_masks
 from hf_paged.sampling.random import SamplingNoise
 
 if TYPE_CHECKING:
-    from hf_paged.sampling.sampler import SamplingBatch
+    from hf_paged.sampling.sampler import RowSampler, SamplingBatch
 
 # What the kernel does, in its order; the last four are transformers' order, too.
 _ORDER: list[type] = [
@@ -96,65 +96,85 @@ def _tell(rows: np.ndarray, own: Any) -> tuple[np.ndarray, np.ndarray] | None:
     return None
 
 
-def choose(batches: Sequence[SamplingBatch], logits: Tensor) -> Tensor:
-    """`[rows]` int64, the tokens of the batches' rows, all of which have a `ToldRow`; they are in their table, too."""
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Rows that are to choose a token, of any calls.
+
+    Attributes:
+        samplers: Of each row, its call's.
+        rows: Its number among the call's rows.
+        indices: Tokens that it has generated before that one.
+        sources: Its row of the logits.
+    """
+
+    samplers: list[RowSampler]
+    rows: list[int]
+    indices: list[int]
+    sources: list[int]
+
+    @classmethod
+    def of(cls, batches: Sequence[SamplingBatch]) -> Columns:
+        return cls(
+            [batch.sampler for batch in batches for _ in batch.rows],
+            [row for batch in batches for row in batch.rows],
+            [index for batch in batches for index in batch.token_indices],
+            [source for batch in batches for source in batch.sources],
+        )
+
+
+def choose(columns: Columns, logits: Tensor) -> Tensor:
+    """`[rows]` int64, the tokens of rows all of which have a `ToldRow`; they are in their table, too."""
     from hf_paged.kernels.row_sampling import sample_rows
 
-    rows = _rows_of([batch.sampler.told.settings for batch in batches if batch.sampler.told], batches, logits.shape[1])
-    samplers = [batch.sampler for batch in batches]
-    rows["source"] = [source for batch in batches for source in batch.sources]
+    samplers = columns.samplers
+    told = [sampler.told for sampler in samplers if sampler.told]
+    rows = _rows_of(b"".join([own.settings for own in told]), columns, logits.shape[1])
+    rows["source"] = columns.sources
     masks, ids, biases = None, None, None
-    masked = [batch for batch in batches if batch.sampler.matchers is not None]
+    masked = [place for place, sampler in enumerate(samplers) if sampler.matchers]
     if masked:
-        matchers = [matcher for batch in masked for matcher in batch.matchers]
-        has_mask = np.repeat([s.matchers is not None for s in samplers], [len(b.rows) for b in batches])
-        rows["mask"][has_mask] = np.arange(len(matchers))
+        matchers = [(samplers[place].matchers or ())[columns.rows[place]] for place in masked]
+        rows["mask"][masked] = range(len(masked))
         masks = to_device(token_masks(matchers, logits.shape[1]), logits.device)
-    noted = [batch for batch in batches if batch.sampler.table is not None]
+    noted = [place for place, sampler in enumerate(samplers) if sampler.table]
     if noted:
-        table = noted[0].sampler.table
-        assert table is not None
-        has_table = np.repeat([s.table is not None for s in samplers], [len(b.rows) for b in batches])
-        rows["table"][has_table] = [row for batch in noted for row in batch.table_rows]
-        rows["length"][has_table] = lengths = [length for batch in noted for length in batch.lengths]
-        ids = table.with_room(max(lengths))
-    biased = [(s.told.bias, len(b.rows)) for s, b in zip(samplers, batches, strict=True) if s.told and s.told.bias]
-    if biased:
-        starts = np.cumsum([0, *(len(bias[0]) for bias, _ in biased)])
-        has_bias = rows["biases"] > 0
-        rows["bias"][has_bias] = np.repeat(starts[:-1], [count for _, count in biased])
-        biases = (np.concatenate([bias[0] for bias, _ in biased]), np.concatenate([bias[1] for bias, _ in biased]))
+        rows["table"][noted] = [samplers[place].table_rows[columns.rows[place]] for place in noted]
+        rows["length"][noted] = lengths = [samplers[place].width + columns.indices[place] for place in noted]
+        if table := samplers[noted[0]].table:
+            ids = table.with_room(max(lengths))
+    given = [own.bias for own in told if own.bias]
+    if given:
+        rows["bias"][rows["biases"] > 0] = np.cumsum([0, *(len(tokens) for tokens, _ in given)])[:-1]
+        biases = np.concatenate([tokens for tokens, _ in given]), np.concatenate([numbers for _, numbers in given])
     return sample_rows(rows, logits, masks, ids, biases)
 
 
 def draw(batches: Sequence[SamplingBatch], probs: Tensor) -> Tensor | None:
     """The noise of the batches' rows in one kernel, like `probs` `[rows, vocab_size]`; `None`: not of all it can be."""
-    told = [
-        drawn_row(noise).tobytes()
-        for batch in batches
-        if isinstance(noise := batch.sampler.noise, SamplingNoise) and noise.grid is not None
-    ]
-    if len(told) < len(batches):
+    columns = Columns.of(batches)
+    noise = [sampler.noise for sampler in columns.samplers]
+    known = [own for own in noise if isinstance(own, SamplingNoise) and own.grid is not None]
+    if len(known) < len(noise):
         return None
     from hf_paged.kernels.row_sampling import draw_noise
 
-    return draw_noise(_rows_of(told, batches, probs.shape[1]), probs.shape[1], probs.device)
+    told = b"".join([drawn_row(own).tobytes() for own in known])
+    return draw_noise(_rows_of(told, columns, probs.shape[1]), probs.shape[1], probs.device)
 
 
-def _rows_of(told: list[bytes], batches: Sequence[SamplingBatch], vocab_size: int) -> np.ndarray:
-    """`[rows]` of `ROW`, of what each batch's rows are told, with what is drawn for them now."""
+def _rows_of(told: bytes, columns: Columns, vocab_size: int) -> np.ndarray:
+    """`[rows]` of `ROW`, of what each is told, with what is drawn for them now."""
     assert vocab_size <= MOST_TOKENS, "more is drawn in parts"
-    rows = np.repeat(np.frombuffer(b"".join(told), ROW), [len(batch.rows) for batch in batches])
-    indices = np.array([index for batch in batches for index in batch.token_indices], np.uint64)
+    rows = np.frombuffer(told, ROW).copy()
     grid = DrawGrid(BLOCK)  # of nothing
-    for batch in batches:
-        noise = batch.sampler.noise
-        if isinstance(noise, SamplingNoise) and noise.grid is not None:
+    for sampler in columns.samplers:
+        noise = sampler.noise
+        if noise.__class__ is SamplingNoise and noise.grid is not None:
             noise.vocab_size, grid = vocab_size, noise.grid
     numbers = np.maximum(rows["first"], 1).astype(np.int64) * vocab_size
     rows["threads"] = grid.num_threads(numbers)
-    rows["round"] += indices * grid.num_rounds(numbers).astype(np.uint64)
-    rows["first"] = np.array([row for batch in batches for row in batch.rows]) * vocab_size
+    rows["round"] += np.array(columns.indices, np.uint64) * grid.num_rounds(numbers).astype(np.uint64)
+    rows["first"] = np.array(columns.rows) * vocab_size
     return rows
 
 

@@ -35,6 +35,7 @@ class RowSampler:
         device: Where scores are processed, as in transformers' loop: the prompt's; `None`: where they are.
         logprobs: What is to be said of each token; `None`: nothing.
         matchers: Of each row, the grammar that it follows; `None`: there are none.
+        is_plain: The largest logit decides.
         told: What a kernel is told that chooses the tokens; `None`: there is none, or it can't do what is asked for.
     """
 
@@ -66,16 +67,12 @@ class RowSampler:
         self.logprobs = logprobs
         self.matchers = matchers
         self.kind: Hashable = None if None in kinds else (noise is None, device, logprobs, matchers is None, *kinds)
+        self.is_plain = noise is None and not self.processors and matchers is None
         self.told: kernel_rows.ToldRow | None = None
         if has_kernel and not (logprobs is not None and logprobs.is_processed):
             self.told = kernel_rows.told_row(self.processors, noise)
         if self.told is not None:
             self.kind = ("kernel", logprobs)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the largest logit decides."""
-        return self.noise is None and not self.processors and self.matchers is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +126,8 @@ class SampledTokens:
     """Tokens that were chosen, on the device, and on their way to the host.
 
     Attributes:
-        tokens: `[N]` int64, -1 for a row whose probabilities are none (NaN).
+        tokens: `[N]` int64, -1 for a row whose probabilities are none (NaN); first those that were chosen before.
+        first: Those, on the host, once `read` has been called.
         places: For each batch, where in `tokens` its rows' begin; or what its processors or criteria raised.
     """
 
@@ -140,15 +138,19 @@ class SampledTokens:
         lengths: list[int],
         stops: dict[int, Tensor],
         logprobs: list[tuple[int, Logprobs]],
+        num_first: int = 0,
     ) -> None:
         """Queues the transfer to the host.
 
         Args:
             stops: By number of the batch, `[rows]` bool: which of them meet the call's criteria.
             logprobs: Of tokens from a place in `tokens` on.
+            num_first: How many were chosen before, of no batch.
         """
         self.tokens = tokens
         self.places = places
+        self.first: list[int] = []
+        self._num_first = num_first
         self._lengths = lengths
         self._stops = list(stops)
         self._logprobs = logprobs
@@ -159,6 +161,7 @@ class SampledTokens:
         """Returns the outcome of each batch. Waits until the step that computes them is over."""
         # The one host read of a step: streams, ends of sequences and block hashes are the host's.
         found = self._to_host.wait().tolist()
+        self.first = found[: self._num_first]
         stops: dict[int, list[bool]] = {}
         start = len(self.tokens)
         for number in self._stops:
@@ -180,12 +183,13 @@ class SampledTokens:
 
 
 @torch.inference_mode()
-def sample_tokens(batches: Sequence[SamplingBatch], logits: Tensor) -> SampledTokens:
+def sample_tokens(batches: Sequence[SamplingBatch], logits: Tensor, first: Tensor | None = None) -> SampledTokens:
     """The next token of every row: exactly those that transformers' own loop chooses. Waits for nothing.
 
     Args:
         batches: Rows that are to get a token. Tables of tokens are written to.
         logits: `[K, vocab_size]`.
+        first: Tokens that are chosen already (`choose_one_each`).
     """
     kinds: dict[Hashable, list[int]] = defaultdict(list)
     for number, batch in enumerate(batches):
@@ -193,9 +197,9 @@ def sample_tokens(batches: Sequence[SamplingBatch], logits: Tensor) -> SampledTo
         kinds[(id(batch.sampler), batch.token_indices[0]) if kind is None else kind].append(number)
     places: list[int | Exception] = [0] * len(batches)
     stops: dict[int, Tensor] = {}
-    chosen: list[Tensor] = []
+    chosen: list[Tensor] = [] if first is None else [first]
     logprobs: list[tuple[int, Logprobs]] = []
-    num_tokens = 0
+    num_first = num_tokens = 0 if first is None else len(first)
 
     def choose(members: list[int]) -> None:
         nonlocal num_tokens
@@ -228,7 +232,22 @@ def sample_tokens(batches: Sequence[SamplingBatch], logits: Tensor) -> SampledTo
                 places[number] = error
     # The usual step chooses once.
     tokens = chosen[0] if len(chosen) == 1 else torch.cat(chosen or [logits.new_empty(0, dtype=torch.int64)])
-    return SampledTokens(tokens, places, [len(batch.rows) for batch in batches], stops, logprobs)
+    return SampledTokens(tokens, places, [len(batch.rows) for batch in batches], stops, logprobs, num_first)
+
+
+@torch.inference_mode()
+def choose_one_each(samplers: list[RowSampler], indices: list[int], sources: list[int], logits: Tensor) -> Tensor:
+    """`[rows]` int64, the tokens of calls of one row each, all of which are plain, or told to a kernel.
+
+    Args:
+        samplers: Of each call.
+        indices: How many tokens its row has generated before.
+        sources: Its row of the logits.
+        logits: `[K, vocab_size]`.
+    """
+    if False in [sampler.is_plain for sampler in samplers]:
+        return kernel_rows.choose(kernel_rows.Columns(samplers, [0] * len(samplers), indices, sources), logits)
+    return _at(sources, logits).to(torch.float32).argmax(dim=-1)
 
 
 def _stops(criteria: Callable[[Tensor, Any], Tensor], table: TokenTable, batch: SamplingBatch) -> Tensor:
@@ -252,7 +271,7 @@ def _choose(batches: list[SamplingBatch], logits: Tensor) -> tuple[Tensor, Logpr
     samplers = [batch.sampler for batch in batches]
     first = samplers[0]
     if first.told is not None and not all(sampler.is_plain for sampler in samplers):
-        tokens = kernel_rows.choose(batches, logits)
+        tokens = kernel_rows.choose(kernel_rows.Columns.of(batches), logits)
         wanted = first.logprobs
         return tokens, None if wanted is None else Logprobs(_own(batches, logits).float(), tokens, wanted.num_top)
     logits = _own(batches, logits)
@@ -291,7 +310,10 @@ def _choose(batches: list[SamplingBatch], logits: Tensor) -> tuple[Tensor, Logpr
 
 def _own(batches: list[SamplingBatch], logits: Tensor) -> Tensor:
     """`[rows, vocab_size]`, those of the logits that are the batches'."""
-    sources = [source for batch in batches for source in batch.sources]
+    return _at([source for batch in batches for source in batch.sources], logits)
+
+
+def _at(sources: list[int], logits: Tensor) -> Tensor:
     return logits if sources == list(range(logits.shape[0])) else logits[to_device(sources, logits.device)]
 
 

@@ -175,6 +175,8 @@ def _computing(dtype: torch.dtype) -> cpu_layers.CPULayers:
 class _Again:
     """A recording without a device to record: the function, run again; its output stays where it was."""
 
+    num_bytes = 0
+
     def __init__(self, function: Callable[[], Tensor], replays: list[int]) -> None:
         """`replays` grows by the rows of each."""
         self._function = function
@@ -253,7 +255,9 @@ def serve(model: Any) -> None:
 
 
 def serve_samples(model: Any) -> None:
-    """Rows that share enough to read it together, in steps that are not recorded."""
+    """Steps that are not recorded: of few tokens and of many, and of rows that share enough to read it together."""
+    for lengths in ([2], [4], [8], [32], range(1, 41), [5, 17, 16, 33, 700]):
+        together(model, lengths, max_new_tokens=4)
     model.generate(torch.tensor(prompts(3000)), do_sample=True, num_return_sequences=20, max_new_tokens=3)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -24,6 +24,8 @@ from hf_paged.attention.shared_prefix import SharedPrefixes, shared_prefixes
 from hf_paged.core.batch import GroupTables
 from hf_paged.kernels.padded_groups import PaddedGroup
 from hf_paged.kernels.transfers import to_device
+
+_OF_TABLES = ("host_slots", "slot_mapping", "block_tables", "groups", "prefill_groups", "shared_prefixes")
 
 
 class AttentionMetadata:
@@ -64,7 +66,7 @@ class AttentionMetadata:
             query_lens: `[S]` int64, new tokens of each sequence.
             seq_lens: `[S]` int64, tokens of each sequence including the new ones.
         """
-        self.host_query_lens, self.host_seq_lens = query_lens, seq_lens
+        self.host_tables, self.host_query_lens, self.host_seq_lens = tables, query_lens, seq_lens
         self._device = device
         self.block_size = block_size
         self.null_block = null_block
@@ -81,20 +83,13 @@ class AttentionMetadata:
         self._query_work: dict[WorkKind, DecodeWork] = {}
         self._shared_work: dict[tuple[WorkKind, Together], DecodeWork | None] = {}
         self._same_lens: AttentionMetadata | None = None
-        self._use(tables)
-
-    def _use(self, tables: np.ndarray) -> None:
-        self.host_tables, size, positions = tables, self.block_size, self._positions
-        slots = tables[self._token_rows, positions // size] * size + positions % size
-        self.slot_mapping = to_device(slots, self._device)
 
     def with_tables(self, tables: np.ndarray) -> AttentionMetadata:
         """The same step over the block tables of another group of layers; what follows from lengths is shared."""
         other = copy.copy(self)
-        for own in ("block_tables", "groups", "prefill_groups", "shared_prefixes"):
+        for own in _OF_TABLES:
             vars(other).pop(own, None)
-        other._same_lens, other._shared_work = self, {}
-        other._use(tables)
+        other.host_tables, other._same_lens, other._shared_work = tables, self, {}
         return other
 
     def on(self, device: torch.device) -> AttentionMetadata:
@@ -102,11 +97,10 @@ class AttentionMetadata:
         if device == self._device:
             return self
         other = copy.copy(self)
-        for own in ("block_tables", "groups", "prefill_groups", "shared_prefixes", "seq_lens", "query_start_loc"):
+        for own in (*_OF_TABLES, "seq_lens", "query_start_loc"):
             vars(other).pop(own, None)
         other._device, other._same_lens, other._query_tiles = device, None, {}
         other._query_work, other._decode_work, other._shared_work = {}, {}, {}
-        other._use(self.host_tables)
         return other
 
     def in_chunks(self, tables: np.ndarray, chunk: int) -> AttentionMetadata:
@@ -134,13 +128,23 @@ class AttentionMetadata:
         null_block: int,
         device: torch.device,
     ) -> list[AttentionMetadata]:
-        """Metadata of a step for each group of layers, of which there may be none; arguments as of one."""
+        """Metadata of a step for each group of layers, one where there is none; arguments as of one."""
         if not tables:
-            return []
+            tables = [np.full((len(seq_lens), 1), null_block)]
         first = cls(tables[0], query_lens, seq_lens, block_size, null_block, device)
         return [first, *map(first.with_tables, tables[1:])]
 
     # Each backend reads its own part of what follows; the rest is never made.
+
+    @lazy
+    def host_slots(self) -> np.ndarray:
+        """`slot_mapping` on the host."""
+        size, positions = self.block_size, self._positions
+        return self.host_tables[self._token_rows, positions // size] * size + positions % size
+
+    @lazy
+    def slot_mapping(self) -> Tensor:
+        return to_device(self.host_slots, self._device)
 
     @lazy
     def host_start_loc(self) -> np.ndarray:
@@ -171,10 +175,6 @@ class AttentionMetadata:
         if self._same_lens is not None:
             return self._same_lens.query_start_loc
         return to_device(self.host_start_loc.astype(np.int32), self._device)
-
-    @property
-    def work_kinds(self) -> list[WorkKind]:
-        return list(self._decode_work)
 
     def decode_work(self, kind: WorkKind, together: Together | None = None) -> DecodeWork:
         """How the first `num_decodes` sequences are shared out, for layers of this kind; made at the first of them.
@@ -212,28 +212,34 @@ class AttentionMetadata:
         """
         first = self.num_decodes if first is None else first
         key = tile, first, end
-        if key not in self._query_tiles and self.max_query_len == 1:  # the usual step
-            rows = np.arange(first, len(self.host_seq_lens) if end is None else end, dtype=np.int32)
-            self._query_tiles[key] = to_device(np.stack([rows, np.zeros_like(rows)], axis=1), self._device)
         if key not in self._query_tiles:
-            sequence, start = spread(-(-self.host_query_lens[first:end] // tile))
-            sequence, start = sequence + first, start * tile
-            num_read = (self.host_seq_lens - self.host_query_lens)[sequence] + start
-            tiles = np.stack([sequence, start], axis=1)[np.argsort(-num_read, kind="stable")]
-            self._query_tiles[key] = to_device(tiles.astype(np.int32), self._device)
+            self._query_tiles[key] = to_device(self._host_tiles(tile, first, end), self._device)
         return self._query_tiles[key]
+
+    def _host_tiles(self, tile: int, first: int, end: int | None) -> np.ndarray:
+        if self.max_query_len == 1:  # the usual step
+            rows = np.arange(first, len(self.host_seq_lens) if end is None else end, dtype=np.int32)
+            return np.stack([rows, np.zeros_like(rows)], axis=1)
+        sequence, start = spread(-(-self.host_query_lens[first:end] // tile))
+        sequence, start = sequence + first, start * tile
+        num_read = (self.host_seq_lens - self.host_query_lens)[sequence] + start
+        return np.stack([sequence, start], axis=1)[np.argsort(-num_read, kind="stable")].astype(np.int32)
 
     def query_work(self, kind: WorkKind) -> DecodeWork:
         """How the sequences behind the first `num_decodes` are shared out; all, where `kind.part` says how."""
         if kind not in self._query_work:
-            rows = np.arange(0 if kind.part else self.num_decodes, len(self.host_seq_lens))
-            lens = self.host_query_lens[rows], self.host_seq_lens[rows]
-            items, split = share_out_queries(*lens, self.host_start_loc[rows], rows, kind)
+            items, split = self.host_query_work(kind)
             both = to_device(np.concatenate([items.reshape(-1, 4), split]), self._device)  # one transfer
             num_lines = 2 * len(items)
             work = DecodeWork(both[:num_lines].view(-1, 8), both[num_lines:], int(split[:, 3].sum()))
             self._query_work[kind] = work
         return self._query_work[kind]
+
+    def host_query_work(self, kind: WorkKind) -> tuple[np.ndarray, np.ndarray]:
+        """The lists of `query_work` on the host."""
+        rows = np.arange(0 if kind.part else self.num_decodes, len(self.host_seq_lens))
+        lens = self.host_query_lens[rows], self.host_seq_lens[rows]
+        return share_out_queries(*lens, self.host_start_loc[rows], rows, kind)
 
     @lazy
     def groups(self) -> list[PaddedGroup]:
@@ -315,10 +321,10 @@ def padded_tables(
     return tables
 
 
-class DecodeMetadata(AttentionMetadata):
-    """Metadata of decode steps of a fixed number of rows: what is written into its tensors is the next step.
+class RecordedMetadata(AttentionMetadata):
+    """Metadata of recorded steps of one shape: what is written into its tensors is the next step.
 
-    `max_decode_len` is the longest that any step's sequences may be.
+    Of such a step any number of sequences decode: `num_decodes` says only whether all do.
     """
 
     is_recorded = True
@@ -329,46 +335,74 @@ class DecodeMetadata(AttentionMetadata):
         slot_mapping: Tensor,
         block_tables: Tensor,
         seq_lens: Tensor,
+        query_start_loc: Tensor,
         block_size: int,
         null_block: int,
-        longest: int,
-        work: dict[WorkKind, DecodeWork] | None,
+        max_query_len: int,
+        lists: WorkLists,
     ) -> None:
-        """Takes tensors as `AttentionMetadata` does: `slot_mapping` `[B]`, `block_tables` `[B, N]`, `seq_lens` `[B]`;
-        one new token a sequence.
+        """Takes tensors as `AttentionMetadata` has them.
 
         Args:
-            longest: Tokens of the longest sequence of any step.
-            work: Of all kinds that the layers ask for; `None`: one step of padding rows is to find them out.
+            max_query_len: Of any of these steps.
+            lists: All that the layers ask for.
         """
         rows = len(seq_lens)
         self.slot_mapping = slot_mapping
         self.block_tables = block_tables
         self.seq_lens = seq_lens
-        self.query_start_loc = torch.arange(rows + 1, dtype=torch.int32, device=seq_lens.device)
+        self.query_start_loc = query_start_loc
         self.block_size = block_size
         self.null_block = null_block
-        self.max_query_len = 1
-        self.num_decodes = rows
-        self.max_decode_len = longest
-        self._device = seq_lens.device
+        self.max_query_len = max_query_len
+        self.num_decodes = rows if max_query_len == 1 else rows - 1
+        self.max_decode_len = block_tables.shape[1] * block_size
         self.host_seq_lens = np.ones(rows, dtype=np.int64)
+        self._device = seq_lens.device
         self._query_tiles = {}
-        self._decode_work = {} if work is None else work
-        self._is_complete = work is not None
+        self._lists = lists
 
-    def of_group(self, slot_mapping: Tensor, block_tables: Tensor) -> DecodeMetadata:
+    def of_group(self, slot_mapping: Tensor, block_tables: Tensor) -> RecordedMetadata:
         """The same steps over the block tables of another group of layers; lengths and work are shared."""
         other = copy.copy(self)
         other.slot_mapping, other.block_tables = slot_mapping, block_tables
         return other
 
-    def decode_work(self, kind: WorkKind, together: Together | None = None) -> DecodeWork:
-        """As for any step; nothing is read together.
+    @property
+    def kinds(self) -> tuple[list[WorkKind], list[WorkKind]]:
+        """Of the lists that steps come with: of decoding sequences, and of all others."""
+        return list(self._lists.work), list(self._lists.queries)
 
-        Raises:
-            RuntimeError: No layer asked for this kind before steps were recorded, so none of them comes with it.
-        """
-        if self._is_complete and kind not in self._decode_work:
-            raise RuntimeError(f"a layer attends in another way than in the first step: {kind}")
-        return super().decode_work(kind)
+    def decode_work(self, kind: WorkKind, together: Together | None = None) -> DecodeWork:
+        """As for any step; nothing is read together. Raises `RuntimeError` for a kind that steps don't come with."""
+        return self._lists.of(kind, self._lists.work, AttentionMetadata.decode_work)
+
+    def query_work(self, kind: WorkKind) -> DecodeWork:
+        """As `decode_work`, for sequences with several new tokens."""
+        return self._lists.of(kind, self._lists.queries, AttentionMetadata.query_work)
+
+
+class WorkLists:
+    """The lists of work that recorded steps come with: those that layers asked for in a step before.
+
+    Attributes:
+        work: Of decoding sequences, by their kind.
+        queries: Of all others.
+        live: The step that is run to find out what layers ask for.
+    """
+
+    def __init__(
+        self,
+        work: dict[WorkKind, DecodeWork],
+        queries: dict[WorkKind, DecodeWork],
+        live: AttentionMetadata | None = None,
+    ) -> None:
+        self.work, self.queries, self.live = work, queries, live
+
+    def of(self, kind: WorkKind, lists: dict[WorkKind, DecodeWork], make: Callable[..., DecodeWork]) -> DecodeWork:
+        if kind not in lists:
+            if self.live is None:
+                raise RuntimeError(f"a layer attends in another way than in the first step: {kind}")
+            # Of as much scratch as any step may need, which all of them share.
+            lists[kind] = make(self.live, kind)._replace(max_parts=kind.max_parts)
+        return lists[kind]

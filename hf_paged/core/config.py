@@ -64,6 +64,8 @@ class PagedConfig:
             `init_continuous_batching()` is the first use); 0.25 on CPU, where the pages are only touched when used.
         max_num_seqs: Sequences in one model step at most.
         max_num_batched_tokens: Tokens in one model step at most; longer prompts are prefilled in chunks.
+        max_prompt_delay: Seconds that prompts may be held back while other rows run, until they fill a step together:
+            fewer steps are slowed down by prompts, whose first tokens come later.
         max_waiting: Requests that may wait in the queue; `None`: no limit. With a full queue `generate()` waits and
             `submit()` raises `QueueFullError`.
         max_branches: Samples or beams that one prompt may have; `None`: no limit. A call for more is a `ValueError`.
@@ -82,9 +84,9 @@ class PagedConfig:
         attention_backend: `"torch"` (plain torch, vectorised), `"triton"` (kernels for NVIDIA GPUs from compute
             capability 8.0 on, and ROCm), `"cpu"` (kernels in C, compiled within a second at first use, which needs a C
             compiler), another one that was registered, or `"auto"`: those the device can run, else torch.
-        cuda_graphs: Record decode steps in CUDA graphs, at the first one, and replay them; `None`: where the model is
-            on a CUDA device, its backend can be recorded (Triton's can) and it keeps no states, `True`: the same, and
-            raise elsewhere.
+        cuda_graphs: Record steps in CUDA graphs, decode steps at the first one and others when they first come, and
+            replay them; `None`: where the model is on a CUDA device and its backend can be recorded (Triton's can),
+            `True`: the same, and raise elsewhere.
         compile_decode: Compile what lies between a decode step's attentions (`torch.compile`) before it is recorded in
             CUDA graphs, in place of the engine's own fused layers. It takes its time at the first such step.
         use_async_batching: Launch each step before the tokens of the one before are known on the host, which schedules
@@ -101,6 +103,7 @@ class PagedConfig:
     memory_fraction: float | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    max_prompt_delay: float = 0.0
     max_waiting: int | None = None
     max_branches: int | None = None
     policy: str | Policy = "fcfs"
@@ -143,6 +146,10 @@ class PagedConfig:
             raise ValueError(f"memory_fraction must be None, or above 0 and at most 1, got {share!r}")
         if not _is_number(self.rank_timeout) or not 0 < self.rank_timeout < math.inf:
             raise ValueError(f"rank_timeout must be a number of seconds above 0, got {self.rank_timeout!r}")
+        if not _is_number(self.max_prompt_delay) or not 0 <= self.max_prompt_delay < math.inf:
+            raise ValueError(
+                f"max_prompt_delay must be a number of seconds of at least 0, got {self.max_prompt_delay!r}"
+            )
         space = self.swap_space_gib
         if space is not None and (not _is_number(space) or not 0 <= space < MAX_GIB):  # NaN is neither
             raise ValueError(f"swap_space_gib must be None or a size in GiB of at least 0, below 2**33, got {space!r}")

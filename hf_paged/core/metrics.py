@@ -34,6 +34,7 @@ class EngineStats:
         num_states: States of live sequences in the pool, of a model with recurrent layers; a shared one counted once.
         state_blocks: Blocks that they hold.
         num_steps: Model forwards run (counter).
+        num_replayed_steps: Those of them that were replays of CUDA graphs (counter); see `explain()` for the others.
         num_prefill_tokens: Tokens computed beyond one a sequence and step, recomputation included (counter).
         num_generated_tokens: Tokens handed to callers by `generate()` (counter).
         num_draft_tokens: Drafts that were verified: of prompt lookup, in the engine (counter).
@@ -61,6 +62,7 @@ class EngineStats:
     num_states: int = 0
     state_blocks: int = 0
     num_steps: int = 0
+    num_replayed_steps: int = 0
     num_prefill_tokens: int = 0
     num_generated_tokens: int = 0
     num_draft_tokens: int = 0

@@ -57,13 +57,16 @@ class Scheduler(Sequences):
 
     # A step
 
-    def schedule(self, *, forced: bool = False, only: object = None, max_tokens: int | None = None) -> Batch:
+    def schedule(
+        self, *, forced: bool = False, only: object = None, max_tokens: int | None = None, holds: bool = False
+    ) -> Batch:
         """Chooses the next step and allocates its blocks. Its sequences are in flight until `update` or `undo`.
 
         Args:
             forced: Nothing is running or will come back by itself: the first group in line may preempt any other.
             only: Groups of this owner only.
             max_tokens: A smaller token budget than usual.
+            holds: Lets no group in beside those that run.
 
         Returns:
             The step; without rows if there is nothing to do, or nothing that fits and `forced` is off.
@@ -73,7 +76,7 @@ class Scheduler(Sequences):
                 `group` says which. Nothing is in flight, but its `swap_outs` are to be executed.
         """
         budget = min(self._max_num_batched_tokens, max_tokens or self._max_num_batched_tokens)
-        step = Step(budget, self._max_num_seqs, only, forced)
+        step = Step(budget, self._max_num_seqs, only, forced, holds)
         num_preemptions, num_stalls = self.preemption.num_preemptions, self.admission.num_stalls
         if self._next_key is not None and not forced:
             step.batch_key, step.has_key = self._next_key[0], True
@@ -141,7 +144,8 @@ class Scheduler(Sequences):
 
     def _run_queues(self, step: Step) -> None:
         self._run_resident(step)
-        self.admission.run(step)
+        if not (step.holds and step.chunks):
+            self.admission.run(step)
 
     def _run_resident(self, step: Step) -> None:
         """Fills a step from groups in the pool, in the policy's order: decodes first, then chunks of prompts."""

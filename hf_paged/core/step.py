@@ -15,6 +15,7 @@ class Step:
     num_seqs: int
     only: object
     forced: bool
+    holds: bool = False
     batch_key: Hashable = None
     has_key: bool = False
     skipped_key: tuple[Hashable] | None = None

@@ -32,6 +32,7 @@ from hf_paged.model.latents import Latents
 from hf_paged.model.layers import Layers
 from hf_paged.model.runner import ModelRunner
 from hf_paged.model.sharding import ranks_of
+from hf_paged.model.step_memory import StepMemory
 from hf_paged.model.traits import ModelTraits
 from hf_paged.model.weights_version import WeightsKey, WeightsVersion
 from hf_paged.parallel.channel import Channel
@@ -74,8 +75,9 @@ class EngineCore:
         self.weights_version = state = WeightsVersion(model, self.layers, latents, adapters)
         # What a user's own code sees is its to keep, and must be ordinary tensors.
         self.bound = bound = BoundModel(model, forward, self.layers.scope, traits, state, config, latents, adapters)
-        self.runner = ModelRunner(bound, lambda: state.num_moves + adapters.num_moves, config)
-        self.pool = KVPool(config, bound)
+        memory = StepMemory(bound, config)
+        self.runner = ModelRunner(bound, lambda: state.num_moves + adapters.num_moves, config, memory)
+        self.pool = KVPool(config, bound, memory)
         self.executor = StepExecutor(self.pool, bound, self.runner, self.look_at_weights, state.check_rows)
         self.ranks: Leader | Follower | None = None
         self.worker = StepWorker(self.pool, self.executor)
@@ -247,6 +249,7 @@ class EngineCore:
             num_states=manager.num_states,
             state_blocks=manager.num_states * manager.state_blocks,
             num_steps=self.executor.num_steps,
+            num_replayed_steps=self.runner.graphs.num_replays,
             num_prefill_tokens=self.executor.num_prefill_tokens,
             num_generated_tokens=self.num_generated_tokens + sum(run.num_tokens for run in self.runs),
             num_draft_tokens=self.num_drafts[0] + sum(run.num_drafts for run in self.runs),

@@ -41,7 +41,7 @@ class Detour:
         what: What it is: "calls", "steps", "graphs", "overlap", "sampling", "layers" or "linear layers".
         why: The reason.
         instead: The setting or line that would change it; empty: nothing would.
-        num_calls: Calls that went this way since `patch`; 0 for what holds for the model.
+        num_calls: Calls (of "graphs", steps) that went this way since `patch`; 0 for what holds for the model.
     """
 
     what: str
@@ -50,7 +50,8 @@ class Detour:
     num_calls: int = 0
 
     def __str__(self) -> str:
-        counted = f" ({self.num_calls} call{'s' * (self.num_calls > 1)})" if self.num_calls else ""
+        unit = "step" if self.what == "graphs" else "call"
+        counted = f" ({self.num_calls} {unit}{'s' * (self.num_calls > 1)})" if self.num_calls else ""
         return f"{self.what}: {self.why}{counted}" + (f"; instead: {self.instead}" if self.instead else "")
 
 
@@ -80,6 +81,8 @@ def _of_steps(core: EngineCore) -> list[Detour]:
         found.append(Detour("graphs", "cuda_graphs=False", "patch with cuda_graphs=None"))
     elif bound.why_unrecorded:
         found.append(Detour("graphs", f"CUDA graphs {bound.why_unrecorded}"))
+    left_out = core.runner.graphs.left_out
+    found += [Detour("graphs", f"not replayed: {why}", num_calls=count) for why, count in left_out.most_common()]
     if config.use_async_batching is False:
         found.append(Detour("overlap", "use_async_batching=False", "patch with use_async_batching=None"))
     grid = draw_grid(bound.placement[1])

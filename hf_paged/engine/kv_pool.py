@@ -48,9 +48,10 @@ class KVPool:
         peak: Blocks in use when they were most, and the tokens stored and slots allocated at that moment.
     """
 
-    def __init__(self, config: PagedConfig, model: BoundModel) -> None:
+    def __init__(self, config: PagedConfig, model: BoundModel, memory: StepMemory) -> None:
         """Makes an empty pool; no memory is taken yet. The tensor follows the model's dtype and device."""
         self.config = config
+        self._memory = memory
         self._model = model
         self._groups = CacheGroups.of(model.traits.stored)
         self.lock = threading.RLock()
@@ -84,7 +85,7 @@ class KVPool:
             share = config.memory_fraction or default_memory_fraction(device.type, self.is_serving)
             with among_steps(device):  # a trial step, whose memory is then theirs
                 num_tokens = min(config.max_num_batched_tokens, model.max_context)
-                reserved = StepMemory(model, config).reserved_bytes(num_tokens, block_size, num_groups)
+                reserved = self._memory.reserved_bytes(num_tokens, block_size, num_groups)
                 # Of states one that a sequence goes on with, and one that is kept.
                 state_tokens = 0 if layout is None else 2 * layout.num_pages * block_size
                 most = config.max_num_seqs * (model.max_context * num_groups + state_tokens)

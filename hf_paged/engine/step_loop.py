@@ -58,6 +58,8 @@ class StepLoop:
         self._posted: deque[Callable[[], None]] = deque()
         self._posted_between: deque[Callable[[], None]] = deque()
         self._token_limit: int | None = None
+        self._held_since: float | None = None  # the first of the prompts that are held back
+        self._last_released = -1  # arrival of the last one that is not held any more
         self._stuck = (-1, 0.0)  # how many steps had been run when a group found no room, and since when
 
     # Work arrives
@@ -258,7 +260,8 @@ class StepLoop:
             self._housekeep()
             if not self._pool.is_made:
                 return False
-            step = self._schedule(only=only, forced=forced, max_tokens=self._token_limit)
+            holds = only is None and not forced and self._holds_prompts()
+            step = self._schedule(only=only, forced=forced, max_tokens=self._token_limit, holds=holds)
             if step is None:
                 return True
         if not step.seq_ids:
@@ -291,6 +294,28 @@ class StepLoop:
         self.carry_out()
         while self._posted_between:
             self._posted_between.popleft()()
+
+    def _holds_prompts(self) -> bool:
+        """Whether prompts are held back beside the rows that run, so that a later step takes more of them at once."""
+        config, queues = self._pool.config, self._pool.scheduler.queues
+        waiting = queues.waiting.groups
+        if not config.max_prompt_delay or not waiting:
+            self._held_since = None
+            return False
+        if min(waiting) <= self._last_released:
+            return False
+        now = time.monotonic()
+        if self._held_since is None:
+            self._held_since = now
+        sizes = [s.num_uncomputed_tokens for group in waiting.values() for s in group.sequences]
+        is_full = (
+            sum(sizes) + len(queues.ready) >= config.max_num_batched_tokens
+            or len(sizes) + len(queues.ready) >= config.max_num_seqs
+        )
+        if is_full or now - self._held_since >= config.max_prompt_delay:
+            self._held_since, self._last_released = None, max(waiting)
+            return False
+        return True
 
     def _schedule(self, **options: Any) -> Batch | None:
         """The next step; `None` if a group finds no room, at the moment or (then it was failed) for good.

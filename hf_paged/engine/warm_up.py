@@ -16,7 +16,7 @@ from hf_paged.engine.step_loop import StepLoop, without_modes
 from hf_paged.kernels.availability import draw_grid
 from hf_paged.memory.streams import among_steps
 from hf_paged.model.bound_model import BoundModel
-from hf_paged.model.cuda_graph import DecodeGraphs
+from hf_paged.model.cuda_graph import StepGraphs
 from hf_paged.model.runner import ModelRunner
 from hf_paged.sampling import kernel_rows
 
@@ -31,7 +31,7 @@ class WarmUp:
         seconds: How long it took.
         backend: Whose kernels attend: "triton", "cpu" (in C, compiled at their first use on a machine) or "torch".
         num_kernels: Triton kernels that were compiled, or read from Triton's cache, by this call.
-        num_graphs: Batch sizes of which there is a CUDA graph now.
+        num_graphs: Shapes of steps of which there is a CUDA graph now, as every batch size of decode steps.
         graph_bytes: Device memory of these.
         no_graphs: Why there are none; `None` if there are.
     """
@@ -62,7 +62,7 @@ def warm_up(
         Exception: What the model raises.
     """
     started = time.perf_counter()
-    graphs: DecodeGraphs | str = "calls of the model as it is now run by themselves, in their own shape"
+    graphs: StepGraphs | str = "calls of the model as it is now run by themselves, in their own shape"
     with loop.exclusive(), without_modes():
         attention = pool.attention
         kv_cache, device = attention.kv_cache, attention.kv_cache.device
@@ -79,7 +79,7 @@ def warm_up(
     seconds, backend = time.perf_counter() - started, attention.backend.name
     if isinstance(graphs, str):
         return WarmUp(seconds, backend, len(kernels), 0, 0, graphs)
-    return WarmUp(seconds, backend, len(kernels), len(graphs.sizes), graphs.num_bytes, None)
+    return WarmUp(seconds, backend, len(kernels), len(graphs.shapes), graphs.num_bytes, None)
 
 
 def _run(pool: KVPool, model: BoundModel, runner: ModelRunner, attention: PoolAttention) -> None:

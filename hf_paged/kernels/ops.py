@@ -30,7 +30,8 @@ _LIBRARY.define(
     "paged_attention(Tensor query, Tensor kv_cache, int layer, Tensor block_tables, Tensor seq_lens, "
     "Tensor query_start_loc, Tensor? decode_items, Tensor? split, Tensor? shared_items, Tensor? members, "
     "int max_parts, Tensor? query_items, Tensor? query_split, int query_rows, float scale, int window, float softcap, "
-    "Tensor? sinks, Tensor(a!) partials, bool exact=False) -> Tensor"
+    "Tensor? sinks, Tensor(a!) partials, bool exact=False, "
+    "bool is_padded=False) -> Tensor"
 )
 _LIBRARY.define(
     "write_latents(Tensor latent, Tensor rotary, Tensor(a!) kv_cache, int layer, Tensor slot_mapping) -> ()"
@@ -76,6 +77,7 @@ def _paged_attention(
     sinks: Tensor | None,
     partials: Tensor,
     exact: bool = False,
+    is_padded: bool = False,
 ) -> Tensor:
     check_kv_cache(kv_cache)
     _check_layer(kv_cache, layer)
@@ -87,7 +89,8 @@ def _paged_attention(
         )
     if query.stride(2) != 1:
         query = query.contiguous()
-    output = query.new_empty(query.shape)
+    # Tokens of no sequence would keep what the memory held, perhaps NaN.
+    output = query.new_zeros(query.shape) if is_padded else query.new_empty(query.shape)
     where = output, query, kv_cache, layer, block_tables, seq_lens, query_start_loc.contiguous()
     call = _call(*where, scale, window, softcap, sinks, partials, max_parts)
     if shared_items is not None and members is not None:
@@ -248,12 +251,12 @@ copy_blocks = torch.ops.hf_paged.copy_blocks
 class Partials:
     """Scratch for the partial results of split sequences, kept between calls and shared by all layers.
 
-    Grows to what was needed most. Recorded steps need the same whatever their rows, which the step that is run before
-    the first recording takes: a CUDA graph's own is never replaced.
+    Grows to what was needed most. What recorded steps have is kept when others need more: their graphs go on using it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keeps: bool = False) -> None:
         self._tensor: Tensor | None = None
+        self._kept: list[Tensor] | None = [] if keeps else None
 
     def get(self, size: int, device: torch.device) -> Tensor:
         """At least `size` float32 numbers on `device`."""
@@ -262,6 +265,8 @@ class Partials:
             with torch.inference_mode(False):
                 tensor = torch.empty(next_power_of_two(max(size, 1)), dtype=torch.float32, device=device)
             self._tensor = tensor
+            if self._kept is not None:
+                self._kept.append(tensor)
         return tensor
 
 

@@ -106,6 +106,17 @@ class StateCache:
             index = pages[:, own].reshape(-1)
             self._pages[:, part].index_copy_(0, index, states.buffer[:, numbers].reshape(len(index), -1))
 
+    def save(self, pages: Tensor) -> Tensor:
+        """Copies whole states of sequences with these pages, `[B, pages]` int64."""
+        return self._pages.index_select(0, pages.reshape(-1))
+
+    def restore(self, pages: Tensor, saved: Tensor) -> None:
+        """Writes back what `save` has returned for the same sequences."""
+        self._pages.index_copy_(0, pages.reshape(-1), saved)
+
+    def clear(self, page: int) -> None:
+        self._pages[page].zero_()
+
     def _parts(self, layer: int) -> list[tuple[slice, slice, slice]]:
         """A layer's state in one or two parts: its numbers, which of the sequence's pages they fill, where in each."""
         first, size = self._layout.places[layer]

@@ -130,8 +130,15 @@ class BoundModel:
             return "need one device, this model is spread over several"
         if not self.traits.runs_packed:
             return "need attention over the pool, this model's own attention runs over gathered keys and values"
+        return None
+
+    @property
+    def why_only_decodes(self) -> str | None:
+        """Why no step but decode steps could be recorded, wherever it runs; `None`: all can."""
         if self.traits.states:
-            return "need layers that keep nothing but keys and values, some of this model's keep a state"
+            return "rows of several tokens go one by one through layers that keep a state"
+        if self.traits.has_latents:
+            return "keys and values are made of the latents of prompts"
         return None
 
     @property

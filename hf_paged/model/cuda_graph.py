@@ -1,34 +1,36 @@
-"""`DecodeGraphs`: the decode step as CUDA graphs, one for each batch size, recorded once and replayed at each step."""
+"""`StepGraphs`: steps as CUDA graphs, one for each shape that steps are padded to, recorded once and replayed."""
 
 from __future__ import annotations
 
 import logging
-import math
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from hf_paged.attention.decode_work import DecodeWork, WorkKind, share_out
-from hf_paged.attention.metadata import DecodeMetadata, padded_tables
+from hf_paged.attention.metadata import RecordedMetadata
 from hf_paged.attention.pool_attention import PoolAttention
-from hf_paged.core.batch import Batch
+from hf_paged.kernels.transfers import to_device
 from hf_paged.memory.kv_cache import KVCache
 from hf_paged.model.graph_capture import CUDARecording, capture_stream, first_wait, raised_at
+from hf_paged.model.step_inputs import SHORT_QUERY, FixedTables, HostStep, Shape, StepInputs
+from hf_paged.model.step_memory import MOST_WANTED
 
 logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 # Of a replay's logits beside those of the same step run eagerly: the same kernels in the same order.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+CHECKED_STATES = 2  # rows with states that a recording is checked with: a copy of their states is kept meanwhile
 
-# Ids, positions and (of each group of layers) metadata of a step at fixed addresses -> logits [rows, vocab_size]
-Forward = Callable[[Tensor, Tensor, Sequence[DecodeMetadata]], Tensor]
+# Ids, positions and (of each group of layers) metadata of a step at fixed addresses, the tokens whose logits are wanted
+# (`None`: all) and the pages of the rows' states -> logits [wanted, vocab_size]
+Forward = Callable[[Tensor, Tensor, Sequence[RecordedMetadata], Tensor | None, Tensor], Tensor]
 
 
 class Recording(Protocol):
@@ -47,181 +49,27 @@ class Recording(Protocol):
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes that are recorded: with few padding rows where rows cost most."""
+    """Batch sizes of decode steps: with few padding rows where rows cost most."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, max_num_seqs + 1, 16)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
-def fill_in(ids: Tensor, chosen: Tensor, places: Tensor) -> Tensor:
-    """`[N]` ids, of which those with a place of 0 or above are the `chosen` token there (0 for one that is none)."""
-    return torch.where(places >= 0, chosen[places.clamp(min=0)].clamp(min=0), ids)
+def token_sizes(max_tokens: int) -> list[int]:
+    """Tokens of all other steps: powers of two, and those half way between them: a third is padding at most."""
+    sizes = [size for n in range(4, max_tokens.bit_length()) for size in (2**n, 3 * 2 ** (n - 1))]
+    return [size for size in sizes if size < max_tokens] + [max_tokens]
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeBatch:
-    """Rows of one new token each.
+class StepGraphs:
+    """Steps over one KV tensor, replayed.
 
-    Attributes:
-        ids: `[B]` token ids.
-        positions: `[B]` position ids.
-        lens: `[B]` int64, tokens of each sequence, the new one included.
-        tables: `[G, B, N]` int32 block tables of each group.
-        chosen: Ids that only the device knows, as in `TokenInputs`.
-    """
-
-    ids: np.ndarray
-    positions: np.ndarray
-    lens: np.ndarray
-    tables: np.ndarray
-    chosen: tuple[Tensor, np.ndarray] | None = None
-
-    def first(self, rows: int) -> DecodeBatch:
-        """Its first rows, at most so many."""
-        chosen = None if self.chosen is None else (self.chosen[0], self.chosen[1][:rows])
-        return DecodeBatch(self.ids[:rows], self.positions[:rows], self.lens[:rows], self.tables[:, :rows], chosen)
-
-
-class DecodeInputs:
-    """What a decode step reads, at fixed addresses on the device; one transfer a step, and one more for changed tables.
-
-    A padding row is a sequence of one token in the null block, whose keys are written nowhere (slot -1).
-    """
-
-    def __init__(
-        self,
-        max_rows: int,
-        max_blocks: int,
-        block_size: int,
-        null_block: int,
-        device: torch.device,
-        num_groups: int = 1,
-    ) -> None:
-        """Allocates for `max_rows` sequences of up to `max_blocks` blocks in each of `num_groups` groups of layers."""
-        self.block_size, self.null_block = block_size, null_block
-        self.max_rows, self.max_blocks, self.num_groups = max_rows, max_blocks, num_groups
-        self._line = -(-max_rows // 4) * 4  # all lines begin at multiples of 16 bytes: else they are another kernel's
-        is_pinned, shape = device.type == "cuda", (num_groups, self._line, max_blocks)
-        self._staged_tables = torch.empty(math.prod(shape), dtype=torch.int32, pin_memory=is_pinned)
-        self._tables = torch.full(shape, null_block, dtype=torch.int32, device=device)
-        self._last_tables: np.ndarray | None = None
-        self._sent = torch.cuda.Event() if is_pinned else None
-        self.hold([])
-
-    def hold(self, kinds: list[WorkKind]) -> None:
-        """Makes steps come with work of these kinds; what `views` returned before is void."""
-        # Rows [., 4] of int32 for each list of work, then of int64: ids, positions, places of ids among chosen tokens,
-        # the lengths (as int32); and the slots of each group.
-        rows, device, num_lines = self.max_rows, self._tables.device, 4 + self.num_groups
-        lens = [kind.max_items(rows) + kind.max_split(rows) for kind in kinds]
-        num_work = 2 * sum(lens)  # numbers of int64
-        self._staged = torch.zeros(
-            num_work + num_lines * self._line, dtype=torch.int64, pin_memory=device.type == "cuda"
-        )
-        self._sendable = torch.zeros_like(self._staged, device=device)
-
-        def parts(tensor: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-            work = tensor[:num_work].view(torch.int32).view(-1, 4).split(lens) if kinds else ()
-            return tensor[num_work:].view(num_lines, self._line), work
-
-        staged, staged_work = parts(self._staged)
-        self._host = staged.numpy()
-        self._host_lens = self._host[3].view(np.int32)[:rows]
-        self._host_work = {kind: part.numpy() for kind, part in zip(kinds, staged_work, strict=True)}
-        self._numbers, work = parts(self._sendable)
-        self._seq_lens = self._numbers[3].view(torch.int32)[:rows]
-        self._work = dict(zip(kinds, work, strict=True))
-        self._wait()
-        self._fill_rest(0, rows)  # a step of padding
-        self._send()
-
-    def trial(self) -> tuple[Tensor, Tensor, list[DecodeMetadata]]:
-        """A step of a padding row, which notes the kinds of work that its layers ask for."""
-        return self._views(1, None)
-
-    def views(self, rows: int) -> tuple[Tensor, Tensor, list[DecodeMetadata]]:
-        """Ids `[rows]`, positions `[rows]` and each group's metadata of a step of so many rows."""
-        work = {}
-        for kind, part in self._work.items():
-            split = part[kind.max_items(self.max_rows) :][: kind.max_split(rows)]
-            work[kind] = DecodeWork(part[: kind.max_items(rows)], split, kind.max_parts)
-        return self._views(rows, work)
-
-    def _views(self, rows: int, work: dict[WorkKind, DecodeWork] | None) -> tuple[Tensor, Tensor, list[DecodeMetadata]]:
-        ids, positions, slots, tables = *self._numbers[:2, :rows], self._numbers[4:, :rows], self._tables[:, :rows]
-        longest, lens = self.max_blocks * self.block_size, self._seq_lens[:rows]
-        first = DecodeMetadata(slots[0], tables[0], lens, self.block_size, self.null_block, longest, work)
-        return ids, positions, [first, *map(first.of_group, slots[1:], tables[1:])]
-
-    def fill(self, size: int, batch: DecodeBatch) -> None:
-        """Sets the next step's rows; all others become padding.
-
-        Args:
-            size: Rows of the step, padding included: only `views` of so many are right for it.
-        """
-        rows, chosen = len(batch.ids), batch.chosen
-        self._wait()
-        last = batch.lens - 1
-        self._host[0, :rows] = batch.ids
-        self._host[1, :rows] = batch.positions
-        slots = self._host[4:, :rows]
-        slots[:] = batch.tables[:, np.arange(rows), last // self.block_size]
-        slots *= self.block_size
-        slots += last % self.block_size
-        self._host_lens[:rows] = batch.lens
-        self._fill_rest(rows, size)
-        if chosen is not None:
-            self._host[2, :rows] = chosen[1]
-        self._send_tables(batch.tables)
-        self._send()
-        if chosen is not None:
-            own = self._numbers[0, :rows]
-            own.copy_(fill_in(own, chosen[0], self._numbers[2, :rows]))
-
-    def _fill_rest(self, first: int, size: int) -> None:
-        """Fills padding from row `first` on, and how a step of `size` rows is shared out."""
-        self._host[:2, first:] = 0
-        self._host[4:, first:] = -1
-        self._host_lens[first:] = 1
-        for kind, host in self._host_work.items():
-            items, split = share_out(self._host_lens[:size], kind)
-            num_items = kind.max_items(self.max_rows)
-            host[: len(items)] = items
-            host[len(items) : num_items, 1] = -1
-            host[num_items : num_items + len(split)] = split
-            host[num_items + len(split) :, 3] = 0
-
-    def _wait(self) -> None:
-        """Waits for the last step's transfer, which may still read what is written now (it never does)."""
-        if self._sent is not None:
-            self._sent.synchronize()
-
-    def _send(self) -> None:
-        self._sendable.copy_(self._staged, non_blocking=True)
-        if self._sent is not None:
-            self._sent.record()
-
-    def _send_tables(self, tables: np.ndarray) -> None:
-        """Sends tables that have changed; most steps fill a slot of a block that they have."""
-        if self._last_tables is not None and np.array_equal(self._last_tables, tables):
-            return
-        _, rows, width = tables.shape
-        staged = self._staged_tables[: tables.size].view(tables.shape)
-        staged.numpy()[:] = tables
-        on_device = staged.to(self._tables.device, non_blocking=True)
-        self._tables[:, :rows, :width].copy_(on_device)
-        if self._last_tables is None or self._last_tables.shape[1] > rows:
-            self._tables[:, rows:, :1] = self.null_block  # the only block that a padding row reads
-        self._last_tables = tables
-
-
-class DecodeGraphs:
-    """Decode steps over one KV tensor, replayed.
-
-    A step's rows are padded to the next recorded batch size. The recordings share their memory and their inputs, and
-    the lists that share out the work of attention are among these: any lengths are right for them.
+    A step is padded to the next of the shapes. Decode steps are all recorded at the first of them; behind that others,
+    of which there are more shapes and fewer steps, each at the first step that wants it. The recordings share their
+    memory, and the lists that share out the work of attention are among their inputs: any lengths are right for them.
 
     Attributes:
-        reason: Why there are none, once that has turned out.
+        reason: Why there are none of decode steps, once that has turned out.
+        why_no_others: The same of all other steps.
     """
 
     def __init__(
@@ -229,150 +77,228 @@ class DecodeGraphs:
         forward: Forward,
         kv_cache: KVCache,
         max_num_seqs: int,
+        max_tokens: int,
         max_blocks: int,
         record: Callable[[Callable[[], Tensor]], Recording],
+        why_no_others: str | None = None,
+        memory: tuple[int, int] | None = None,
     ) -> None:
-        """Takes no memory: all of it is, and everything recorded, at the first step."""
+        """Takes no memory: it is taken when steps are recorded.
+
+        Args:
+            max_num_seqs: Sequences of a step at most.
+            max_tokens: Tokens of a step at most.
+            max_blocks: Blocks of a sequence.
+            record: Makes a recording of a function.
+            why_no_others: Why only decode steps can be recorded; `None`: all can.
+            memory: See `StepMemory.for_graphs`; `None`: they may take what there is.
+        """
         self._forward = forward
         self._kv_cache = weakref.ref(kv_cache)
-        self._sizes = capture_sizes(max_num_seqs)
+        self._states = kv_cache.states
+        self._decodes = [Shape(size, size, size) for size in capture_sizes(max_num_seqs)]
+        self._token_sizes = token_sizes(max_tokens)
         self._record = record
         self._device = kv_cache.device
-        self._block_size, self._null_block, self.max_blocks = kv_cache.block_size, kv_cache.null_block, max_blocks
-        self._windows = kv_cache.groups.windows
-        self._inputs: DecodeInputs | None = None
-        self._recordings: dict[int, Recording] | None = None
-        self._logits: Tensor | None = None  # of all sizes: each with its own would hold half a gigabyte
+        self.max_blocks = max_blocks
+        self._room, self._max_bytes = memory or (0, sys.maxsize)
+        self._tables: FixedTables | None = None
+        self._inputs: dict[Shape, StepInputs] = {}
+        self._recordings: dict[Shape, Recording | None] = {}  # `None`: there was no memory for it
+        self._logits: list[Tensor] = []  # of all shapes: each with its own would hold half a gigabyte
         self.reason: str | None = None
+        self.why_no_others = why_no_others
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """What can be replayed; [] before anything is recorded."""
+        return sorted(shape for shape, recording in self._recordings.items() if recording is not None)
 
     @property
     def sizes(self) -> list[int]:
-        """Batch sizes that can be replayed, the smallest first; [] before anything is recorded."""
-        return sorted(self._recordings or ())
+        """Batch sizes of decode steps that can be replayed, the smallest first."""
+        return [shape.rows for shape in self.shapes if shape.is_decode]
 
     @property
     def num_bytes(self) -> int:
         """Device memory of the recordings and the logits."""
-        logits = 0 if self._logits is None else self._logits.nbytes
-        return logits + sum(recording.num_bytes for recording in (self._recordings or {}).values())
+        recordings = [recording.num_bytes for recording in self._recordings.values() if recording is not None]
+        return sum(recordings) + sum(logits.nbytes for logits in self._logits)
 
     @property
     def max_rows(self) -> int:
-        return self._sizes[-1]
+        return self._decodes[-1].rows
 
     def is_of(self, kv_cache: KVCache) -> bool:
         return self._kv_cache() is kv_cache
 
-    def run(self, step: Batch, chosen: Tensor | None = None) -> Tensor | None:
-        """A step of one new token each.
-
-        Args:
-            step: The step; the host knows all ids but those that were chosen.
-            chosen: Tokens that the step before has chosen, for its placeholders.
+    def run(self, step: HostStep) -> Tensor | str:
+        """A step.
 
         Returns:
-            `[B, vocab_size]`, which the next replay writes over; `None`: it can't be replayed, run it eagerly.
+            `[K, vocab_size]` of the tokens that it wants, of its first one if it wants none: the next replay writes
+            over it. Or why it can't be replayed, and is to be run eagerly.
         """
-        if step.num_seqs > self.max_rows or self.reason is not None:
-            return None
-        if max(step.tables[0].counts) > self.max_blocks:
-            return None
-        padded = np.stack(padded_tables(step.tables, self._windows, self._null_block, np.int32))
-        ids, positions, starts = (np.frombuffer(a, np.int64) for a in (step.token_ids, step.positions, step.starts))
-        places = None
-        if step.placeholders is not None:
-            assert chosen is not None
-            places = chosen, np.frombuffer(step.placeholders, np.int64)
-        return self.replay(DecodeBatch(ids, positions, starts + 1, padded, places))
-
-    def replay(self, batch: DecodeBatch) -> Tensor | None:
-        """A step; see `run`. All sizes are recorded at the first one, and checked against what it computes."""
-        if self._recordings is None:
-            self.record(batch)
-            assert self._recordings is not None
-        rows = len(batch.ids)
-        recording = next((own for size in self._sizes if size >= rows and (own := self._recordings.get(size))), None)
+        shape = self._shape_of(step)
+        if isinstance(shape, str):
+            return shape
+        if not (shape.is_decode or self._recordings):  # which would rather tell what keeps all steps from it
+            return "no decode step was recorded yet"
+        if shape not in self._recordings:
+            self.record(step, shape)
+        if self._recordings.get(shape) is None and shape.is_decode:  # the next larger one may do
+            larger = [own for own in self._decodes if own > shape and self._recordings.get(own) is not None]
+            shape = min(larger, default=shape)
+        recording = self._recordings.get(shape)
         if recording is None:
-            return None
-        self._fill(len(recording.output), batch)
+            return (self.reason if shape.is_decode else self.why_no_others) or "there was no memory to record it"
+        self._inputs[shape].fill(step)
         recording.replay()
-        return recording.output[:rows]
+        num_wanted = max(1, len(step.wanted))
+        if shape.is_decode and num_wanted < step.num_rows:  # those of all rows are there
+            return recording.output[to_device(step.wanted if len(step.wanted) else [0], self._device)]
+        return recording.output[:num_wanted]
 
-    def _fill(self, size: int, batch: DecodeBatch) -> DecodeInputs:
-        """Makes the next step one of `size` rows, those of the batch and padding."""
-        if self._inputs is None:
-            with torch.inference_mode(False):
-                sizes = self.max_rows, self.max_blocks, self._block_size
-                inputs = DecodeInputs(*sizes, self._null_block, self._device, len(self._windows))
-            ids, positions, metadata = inputs.trial()
-            self._forward(ids, positions, metadata)
-            with torch.inference_mode(False):
-                inputs.hold(metadata[0].work_kinds)
-            self._inputs = inputs
-        self._inputs.fill(size, batch)
-        return self._inputs
+    def _shape_of(self, step: HostStep) -> Shape | str:
+        """The shape that a step is padded to, or why there is none."""
+        if (reason := self.reason if step.is_decode else self.why_no_others) is not None:
+            return reason
+        if step.num_rows > self.max_rows:
+            return "more rows than max_num_seqs"
+        if step.metadata[0].host_tables.shape[1] > self.max_blocks:
+            return "sequences longer than the model's context"
+        if step.is_decode:
+            if not step.is_begun:
+                return "layers that keep a state begin with one token"
+            return next(shape for shape in self._decodes if shape.rows >= step.num_rows)
+        tokens = next((size for size in self._token_sizes if size >= step.num_tokens), None)
+        if tokens is None:
+            return "more tokens than max_num_batched_tokens"
+        rows = wanted = min(tokens, self.max_rows)
+        if len(step.wanted) > wanted:
+            if tokens > MOST_WANTED:
+                return "the logits of more tokens are wanted than a graph keeps"
+            wanted = tokens
+        is_short = step.metadata[0].max_query_len <= SHORT_QUERY
+        return Shape(rows, tokens, wanted, SHORT_QUERY if is_short else max(tokens, SHORT_QUERY + 1))
 
     @torch.no_grad()
-    def record(self, batch: DecodeBatch) -> None:
-        """Records all sizes, the largest first, whose memory the others use.
+    def record(self, step: HostStep, shape: Shape | None = None) -> None:
+        """Records a shape, or all of decode steps, the largest first, whose memory the others use.
 
-        A size for which there is no memory is left out. If a step can't be recorded, or a replay is wrong, there are
-        none at all, and `reason` says why. Both are logged, once.
+        One for which there is no memory is left out. If a step can't be recorded, or a replay is wrong, there are none
+        of its kind at all, and `reason` (or `why_no_others`) says why. All of it is logged, once.
 
         Args:
-            batch: Of the pool: what a replay computes for its rows must be what the step itself does.
+            step: Of the pool: what a replay computes for its rows must be what the step itself does.
+            shape: What to record; of a decode step, all.
         """
-        recordings: dict[int, Recording] = {}
-        too_large: list[int] = []
-        sizes = tqdm(self._sizes[::-1], desc="hf_paged: recording CUDA graphs", delay=1, leave=False, disable=None)
+        is_decode = step.is_decode
+        shapes = [shape] if shape is not None and not is_decode else self._decodes[::-1]
         try:
-            for size in sizes:
+            for own in tqdm(shapes, desc="hf_paged: recording CUDA graphs", delay=1, leave=False, disable=None):
+                self._recordings[own] = None
+                num_logits = len(self._logits)
                 with suppress(torch.OutOfMemoryError):
-                    recordings[size] = self._record_size(size, batch.first(size), is_first=not recordings)
-                    continue
-                too_large.append(size)
-                if not recordings:
-                    self._logits = None  # of this size
+                    self._recordings[own] = self._record_shape(own, step.first(own.rows) if is_decode else step)
+                if self.num_bytes > self._max_bytes:
+                    self._recordings[own] = None
+                if self._recordings[own] is None:
+                    del self._logits[num_logits:]
+                    self._inputs.pop(own, None)
         except Exception as error:  # a model that reads something back, makes tensors on the host, ...
-            recordings.clear()
-            self._logits = None
-            self.reason = str(error) if isinstance(error, _UnrecordableError) else _in_words(error)
-            logger.warning(
-                "hf_paged: decode steps run without CUDA graphs, since this model's can't be recorded (%s); "
-                "cuda_graphs=False keeps this from being tried",
-                self.reason,
-            )
-            logger.info("hf_paged: what kept CUDA graphs from being recorded:", exc_info=error)
-        self._recordings = recordings
-        if too_large and self.reason is None:
-            left = f"batches of more than {max(recordings)} rows" if recordings else "decode steps"
-            logger.warning(
-                "hf_paged: %s run without CUDA graphs, since the device has no memory left to record them; patch with "
-                "a lower memory_fraction, num_blocks or max_num_seqs",
-                left,
-            )
-            if not recordings:
-                self.reason = "out of memory"
+            self._fail(is_decode, error)
+        self._warn_of_memory(shapes, is_decode)
 
-    def _record_size(self, size: int, batch: DecodeBatch, is_first: bool) -> Recording:
-        ids, positions, metadata = self._fill(size, batch).views(size)
+    def _fail(self, is_decode: bool, error: Exception) -> None:
+        reason = str(error) if isinstance(error, _UnrecordableError) else _in_words(error)
+        for shape in [own for own in self._recordings if own.is_decode == is_decode]:
+            self._recordings[shape] = None
+            self._inputs.pop(shape, None)
+        if not self.shapes:
+            self._logits.clear()
+        if is_decode:
+            self.reason = reason
+        self.why_no_others = self.why_no_others or reason
+        logger.warning(
+            "hf_paged: %s steps run without CUDA graphs, since this model's can't be recorded (%s); "
+            "cuda_graphs=False keeps this from being tried",
+            "decode" if is_decode else "mixed",
+            reason,
+        )
+        logger.info("hf_paged: what kept CUDA graphs from being recorded:", exc_info=error)
 
-        def step() -> Tensor:
-            logits = self._forward(ids, positions, metadata)
-            if self._logits is None:
-                self._logits = torch.empty_like(logits)
-            return self._logits[: len(logits)].copy_(logits)
+    def _warn_of_memory(self, shapes: list[Shape], is_decode: bool) -> None:
+        """Says which of these shapes there was no memory for."""
+        if (self.reason if is_decode else self.why_no_others) is not None:
+            return
+        if all(self._recordings[shape] is not None for shape in shapes):
+            return
+        sizes = self.sizes
+        left = f"batches of more than {max(sizes)} rows" if sizes else "decode steps"
+        if not is_decode:
+            left = f"steps of {shapes[0].tokens} tokens"
+        logger.warning(
+            "hf_paged: %s run without CUDA graphs, since the device has no memory left to record them; patch with "
+            "a lower memory_fraction, num_blocks or max_num_seqs",
+            left,
+        )
+        if is_decode and not sizes:
+            self.reason = "out of memory"
+            self.why_no_others = self.why_no_others or self.reason
 
-        expected = step().clone()  # also compiles what is not compiled yet, which can't be recorded
+    def _record_shape(self, shape: Shape, step: HostStep) -> Recording:
+        with torch.inference_mode(False):
+            if self._states is not None:  # a step changes them, and does so several times here
+                step = step.first(CHECKED_STATES)
+                assert step.pages is not None
+                pages = to_device(step.pages, self._device)
+                saved = self._states.save(pages)
+            if self._tables is None:
+                kv_cache = self._kv_cache()
+                assert kv_cache is not None
+                self._tables = FixedTables(self.max_rows, self.max_blocks, kv_cache)
+            inputs = StepInputs(shape, self._tables, 0 if self._states is None else self._states.num_pages)
+        inputs.fill(step)
+        ids, positions, metadata = inputs.views(live=step.metadata[0])
+
+        def logits() -> Tensor:
+            found = self._forward(ids, positions, metadata, None if shape.is_decode else inputs.wanted, inputs.pages)
+            if not self._logits or len(self._logits[-1]) < len(found):
+                size = self.max_rows if len(found) <= self.max_rows else min(MOST_WANTED, self._token_sizes[-1])
+                self._logits.append(found.new_empty(size, found.shape[1]))
+            return self._logits[-1][: len(found)].copy_(found)
+
+        def recorded() -> Tensor:
+            if self._room and not self.shapes:  # one piece, which this and all other recordings are cut from
+                with suppress(torch.OutOfMemoryError):
+                    torch.empty(self._room, dtype=torch.uint8, device=self._device)
+            return logits()
+
+        def again(function: Callable[[], _T]) -> _T:
+            if self._states is not None:
+                self._states.restore(pages, saved)
+            return function()
+
+        logits()  # finds out what lists of work the layers ask for
+        with torch.inference_mode(False):
+            inputs = StepInputs(shape, self._tables, inputs.pages.shape[1], *metadata[0].kinds)
+        inputs.fill(step)
+        ids, positions, metadata = inputs.views()
+        expected = again(logits).clone()  # also compiles what is not compiled yet, which can't be recorded
+        is_first = not any(own.is_decode == shape.is_decode for own in self.shapes)
         if is_first and self._device.type == "cuda":
-            place = first_wait(step)
+            place = again(lambda: first_wait(logits))
             if place is not None:
                 raise _UnrecordableError(f"each step waits for the device, at {place}")
-        recording = self._record(step)
+        recording = self._record(recorded)
         recording.output.fill_(float("nan"))  # or a replay that writes nothing would be right
-        recording.replay()
-        if not _agree(recording.output, expected):
-            raise _UnrecordableError(f"a replay of {size} rows computes other logits than the step itself")
+        again(recording.replay)
+        num = step.num_rows if shape.is_decode else len(step.wanted)
+        if not _agree(recording.output[:num], expected[:num]):
+            raise _UnrecordableError(f"a replay of {shape.tokens} tokens computes other logits than the step itself")
+        again(lambda: None)
+        self._inputs[shape] = inputs
         return recording
 
 

@@ -51,55 +51,14 @@ class _Part:
 
 
 class StateStep:
-    def __init__(
-        self,
-        kv_cache: KVCache,
-        traits: ModelTraits,
-        pages: np.ndarray,
-        starts: np.ndarray,
-        query_lens: np.ndarray,
-        nums_at_once: np.ndarray,
-    ) -> None:
-        """Lays out a step.
-
-        Args:
-            pages: `[S, pages]` int64, of each row.
-            starts: `[S]` int64, tokens of each row before the step; without any it has no state.
-            query_lens: `[S]` int64, its tokens in the step.
-            nums_at_once: `[S]` int64, index behind the last of its tokens that came together with others.
-        """
+    def __init__(self, kv_cache: KVCache, traits: ModelTraits, parts: list[_Part]) -> None:
+        """Runs mixers for one part after the other, which are in the order of the packed batch."""
         assert kv_cache.states is not None
         self._cache = kv_cache.states
         self._specs = traits.states
-        self._parts: list[_Part] = []
+        self._parts = parts
         self._layer = -1  # that of the last mixer, and what it made of the rows' states, by their first row
         self._held: dict[int, tuple[LinearAttentionLayer, LayerStates]] = {}
-        own = to_device(pages, kv_cache.device)
-        # Of each row how many tokens are computed at once; the rest one by one.
-        at_once = query_lens.copy()
-        if query_lens.max() > 1:
-            if traits.forms_differ:  # tokens that came one by one are so computed again
-                at_once = np.clip(nums_at_once - starts, np.where(starts > 0, 0, 1), query_lens)
-            if not traits.carries_state:
-                at_once[starts > 0] = 0
-        at_once[query_lens == 1] = 1
-        first_tokens = np.concatenate(([0], np.cumsum(query_lens)))
-        kinds = np.stack([at_once, query_lens, starts > 0])
-        edges = np.nonzero((kinds[:, 1:] != kinds[:, :-1]).any(axis=0))[0] + 1
-        for rows in np.split(np.arange(len(starts)), edges):
-            first, last = int(rows[0]), int(rows[-1]) + 1
-            if at_once[first] == query_lens[first]:
-                tokens = slice(int(first_tokens[first]), int(first_tokens[last]))
-                self._parts.append(_Part(tokens, last - first, first, own[first:last], bool(starts[first] == 0)))
-                continue
-            for row in rows:
-                token, end = int(first_tokens[row]), int(first_tokens[row + 1])
-                length = int(at_once[row])
-                is_fresh = bool(starts[row] == 0)
-                while token < end:
-                    length = max(length, 1)
-                    self._parts.append(_Part(slice(token, token + length), 1, int(row), own[row : row + 1], is_fresh))
-                    token, length, is_fresh = token + length, 1, False
 
     @classmethod
     def of(cls, batch: Batch, traits: ModelTraits, kv_cache: KVCache, rows: np.ndarray | None = None) -> Self | None:
@@ -111,7 +70,8 @@ class StateStep:
         starts, query_lens, nums_at_once = (np.frombuffer(a, np.int64) for a in numbers)
         if rows is not None:
             pages, starts, query_lens, nums_at_once = (a[rows] for a in (pages, starts, query_lens, nums_at_once))
-        return cls(kv_cache, traits, pages, starts, query_lens, nums_at_once)
+        own = to_device(pages, kv_cache.device)
+        return cls(kv_cache, traits, _parts_of(traits, own, starts, query_lens, nums_at_once))
 
     @classmethod
     def in_null_block(
@@ -120,8 +80,16 @@ class StateStep:
         """The states of rows that have no sequence, which are written to the null block."""
         if kv_cache.states is None:
             return None
-        pages = np.full((len(starts), kv_cache.states.num_pages), kv_cache.null_block)
-        return cls(kv_cache, traits, pages, starts, query_lens, starts + query_lens)
+        pages = to_device(np.full((len(starts), kv_cache.states.num_pages), kv_cache.null_block), kv_cache.device)
+        return cls(kv_cache, traits, _parts_of(traits, pages, starts, query_lens, starts + query_lens))
+
+    @classmethod
+    def at(cls, traits: ModelTraits, kv_cache: KVCache, pages: Tensor) -> Self | None:
+        """The states of a decode step's rows, whose pages a tensor on the device says, also for later steps."""
+        if kv_cache.states is None:
+            return None
+        num_rows = len(pages)
+        return cls(kv_cache, traits, [_Part(slice(0, num_rows), num_rows, 0, pages, False)])
 
     def run(self, mixer: _Mixer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a mixer returns for the packed batch.
@@ -175,6 +143,46 @@ class StateStep:
             held = layer_with(self._specs[self._layer], None if part.is_fresh else states), states
             self._held[part.first_row] = held
         return held
+
+
+def _parts_of(
+    traits: ModelTraits, pages: Tensor, starts: np.ndarray, query_lens: np.ndarray, nums_at_once: np.ndarray
+) -> list[_Part]:
+    """Lays out a step.
+
+    Args:
+        pages: `[S, pages]` int64 on the device, of each row.
+        starts: `[S]` int64, tokens of each row before the step; without any it has no state.
+        query_lens: `[S]` int64, its tokens in the step.
+        nums_at_once: `[S]` int64, index behind the last of its tokens that came together with others.
+    """
+    # Of each row how many tokens are computed at once; the rest one by one.
+    at_once = query_lens.copy()
+    if query_lens.max() > 1:
+        if traits.forms_differ:  # tokens that came one by one are so computed again
+            at_once = np.clip(nums_at_once - starts, np.where(starts > 0, 0, 1), query_lens)
+        if not traits.carries_state:
+            at_once[starts > 0] = 0
+    at_once[query_lens == 1] = 1
+    first_tokens = np.concatenate(([0], np.cumsum(query_lens)))
+    kinds = np.stack([at_once, query_lens, starts > 0])
+    edges = np.nonzero((kinds[:, 1:] != kinds[:, :-1]).any(axis=0))[0] + 1
+    parts: list[_Part] = []
+    for rows in np.split(np.arange(len(starts)), edges):
+        first, last = int(rows[0]), int(rows[-1]) + 1
+        if at_once[first] == query_lens[first]:
+            tokens = slice(int(first_tokens[first]), int(first_tokens[last]))
+            parts.append(_Part(tokens, last - first, first, pages[first:last], bool(starts[first] == 0)))
+            continue
+        for row in rows:
+            token, end = int(first_tokens[row]), int(first_tokens[row + 1])
+            length = int(at_once[row])
+            is_fresh = bool(starts[row] == 0)
+            while token < end:
+                length = max(length, 1)
+                parts.append(_Part(slice(token, token + length), 1, int(row), pages[row : row + 1], is_fresh))
+                token, length, is_fresh = token + length, 1, False
+    return parts
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -96,7 +96,7 @@ class PackedRunner:
         model, layers = self._model, self._model.traits.layers
         is_few = 2 * len(rows) <= len(metadata[0].slot_mapping)
         stores = layers[-1] is not None  # else it attends to another layer's keys
-        if not (is_few and stores and rows.is_cpu and model.is_plain):
+        if not (is_few and stores and rows.is_cpu and model.is_plain) or metadata[0].is_recorded:
             return None
         places = rows.numpy()
         return WantedTokens(rows, len(layers) - 1, lambda: attention.step([own.of_tokens(places) for own in metadata]))

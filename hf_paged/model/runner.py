@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_paged.attention.metadata import AttentionMetadata, padded_tables
+from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.attention.pool_attention import PoolAttention
 from hf_paged.core.batch import Batch
 from hf_paged.core.config import PagedConfig
@@ -19,18 +19,22 @@ from hf_paged.model.graph_runner import GraphRunner
 from hf_paged.model.mixers import StateStep
 from hf_paged.model.packed_runner import PackedRunner, rows_of
 from hf_paged.model.padded_runner import PaddedRunner
+from hf_paged.model.step_inputs import HostStep
+from hf_paged.model.step_memory import StepMemory
 from hf_paged.model.token_inputs import TokenInputs
 
 
 class ModelRunner:
     """Runs a `Batch` in the layout that its model and its tokens want."""
 
-    def __init__(self, model: BoundModel, num_moves: Callable[[], int], config: PagedConfig) -> None:
-        """`num_moves` says how often the weights have moved in memory."""
+    def __init__(
+        self, model: BoundModel, num_moves: Callable[[], int], config: PagedConfig, memory: StepMemory
+    ) -> None:
+        """`num_moves` says how often the weights have moved in memory, `memory` what graphs may take."""
         self._model = model
         self.packed = PackedRunner(model)
         self.padded = PaddedRunner(model)
-        self.graphs = GraphRunner(model, self.packed, num_moves, config)
+        self.graphs = GraphRunner(model, self.packed, num_moves, config, memory)
 
     def run(
         self, batch: Batch, attention: PoolAttention, embeddings: Tensor | None = None, chosen: Tensor | None = None
@@ -49,32 +53,26 @@ class ModelRunner:
             `[K, vocab_size]`, of the rows that the batch wants; of its first token if it wants none.
         """
         model = self._model
-        is_replayable = batch.is_decode and model.runs_known_code and not model.is_offloaded
-        if is_replayable and model.adapters.are_set(batch):
-            logits = self.graphs.replay(batch, attention, chosen)
+        step = HostStep.of(batch, attention.kv_cache, embeddings, chosen)
+        if model.runs_known_code and not model.is_offloaded:
+            logits = self.graphs.replay(batch, step, attention)
             if logits is not None:
                 return logits
         with model.mode():
             if not batch.adapters:
-                return self._run(batch, attention, embeddings, chosen)
+                return self._run(batch, step, attention)
             slots = slots_of(batch)
-            with model.adapters.running([slots, slots[np.asarray(batch.logit_rows or [0])]]):
-                return self._run(batch, attention, embeddings, chosen)
+            with model.adapters.running([slots, slots[step.wanted if len(step.wanted) else [0]]]):
+                return self._run(batch, step, attention)
 
-    def _run(self, batch: Batch, attention: PoolAttention, embeddings: Tensor | None, chosen: Tensor | None) -> Tensor:
-        kv_cache, device = attention.kv_cache, attention.kv_cache.device
-        tokens = TokenInputs.of(batch, embeddings, chosen).to(device)
-        starts, query_lens = np.frombuffer(batch.starts, np.int64), np.frombuffer(batch.query_lens, np.int64)
-        tables = padded_tables(batch.tables, kv_cache.groups.windows, kv_cache.null_block, np.int64)
-        seq_lens = starts + query_lens
-        metadata = AttentionMetadata.of_groups(
-            tables, query_lens, seq_lens, kv_cache.block_size, kv_cache.null_block, device
-        )
+    def _run(self, batch: Batch, step: HostStep, attention: PoolAttention) -> Tensor:
+        kv_cache, tokens = attention.kv_cache, step.tokens.to(attention.kv_cache.device)
+        metadata = list(step.metadata)
         for group, chunk in enumerate(kv_cache.groups.chunks):
             if chunk is not None:
-                metadata[group] = metadata[group].in_chunks(tables[group], chunk)
+                metadata[group] = metadata[group].in_chunks(metadata[group].host_tables, chunk)
         # A model that can choose rows still computes at least one.
-        logit_rows = np.asarray(batch.logit_rows or [0], dtype=np.int64)
+        logit_rows = step.wanted if len(step.wanted) else np.zeros(1, dtype=np.int64)
         if not self._model.traits.runs_packed:
             return self.padded.run(tokens, metadata, attention, logit_rows, batch=batch)
         if batch.spans:

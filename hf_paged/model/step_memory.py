@@ -16,10 +16,19 @@ from hf_paged.model.bound_model import BoundModel
 # (4), probabilities (4) and distances from the entropy (4), those sorted (4) with int64 indices (8), the scores in that
 # order (4), their cumulative sum (4), two masks (2), and the result (4).
 SCORE_BYTES = 42
+MOST_WANTED = 512  # tokens whose logits graphs keep, of steps that want those of most of their tokens (with drafts)
 
 
 class StepMemory:
+    """Finds out what steps take.
+
+    Attributes:
+        for_graphs: What a pool sized from memory has left to CUDA graphs: bytes for what a step computes, and bytes in
+            all; `None`: no such pool was made.
+    """
+
     def __init__(self, model: BoundModel, config: PagedConfig) -> None:
+        self.for_graphs: tuple[int, int] | None = None
         self._model = model
         self._config = config
 
@@ -38,9 +47,12 @@ class StepMemory:
         num_bytes = self.activation_bytes(num_tokens) + sampler_bytes(min(rows, num_tokens), *logits)
         uses_graphs = self._config.cuda_graphs is not False and bound.why_unrecorded is None and bound.runs_known_code
         if uses_graphs:
-            max_blocks = -(-bound.max_context // block_size)
-            activations = self.activation_bytes(min(rows, num_tokens))
-            num_bytes += graph_bytes(activations, rows, *logits, max_blocks, num_groups)
+            max_blocks, records_all = -(-bound.max_context // block_size), bound.why_only_decodes is None
+            activations = self.activation_bytes(num_tokens if records_all else min(rows, num_tokens))
+            wanted = rows + MOST_WANTED if records_all and rows < MOST_WANTED < num_tokens else rows
+            taken = graph_bytes(activations, wanted, *logits) + input_bytes(num_tokens, rows, max_blocks, num_groups)
+            self.for_graphs = activations, taken
+            num_bytes += taken
         # Steps run on the worker's thread and on a lone caller's; the graphs are recorded on a stream of their own.
         return num_bytes + workspace_bytes(device, 2 + uses_graphs)
 
@@ -94,19 +106,26 @@ def sampler_bytes(rows: int, vocab_size: int, itemsize: int) -> int:
     return rows * vocab_size * (2 * itemsize + SCORE_BYTES)
 
 
-def graph_bytes(activations: int, rows: int, vocab_size: int, itemsize: int, max_blocks: int, groups: int = 1) -> int:
-    """What the graphs of decode steps keep: `activations + rows * (vocab_size * itemsize + 40 + 8 * max_blocks)`.
+def graph_bytes(activations: int, wanted: int, vocab_size: int, itemsize: int) -> int:
+    """What the graphs of steps keep beside their inputs: `5/4 * activations + wanted * vocab_size * itemsize`.
 
-    The largest graph's activations, which the others use, too; the logits of all; the inputs, which are five int64 a
-    row, and an int32 block table a row twice (as sent, and in its place); with more groups of layers, of each one such
-    a table and one more int64. What the driver keeps of each graph, and
-    attention's lists of work and scratch, which are small beside these, are not counted.
+    What the largest step computes, which all use, and a quarter for what does not fit in where another was; the logits.
+    What the driver keeps of each graph, and attention's scratch, which is small beside these, are not counted.
 
     Args:
-        activations: Bytes that a step of one token a row holds at most.
+        activations: Bytes that a step holds at most.
+        wanted: Logits that are kept, in rows.
         itemsize: Bytes of a logit.
     """
-    return activations + rows * (vocab_size * itemsize + (4 + groups) * 8 + 2 * 4 * max_blocks * groups)
+    return activations + activations // 4 + wanted * vocab_size * itemsize
+
+
+def input_bytes(num_tokens: int, rows: int, max_blocks: int, groups: int = 1) -> int:
+    """What graphs read: of all shapes, whose tokens are some five times those of the largest together,
+    `5 * num_tokens * (32 + 8 * groups)`; and an int32 block table a row twice (as sent, and in its place) for each
+    group of layers.
+    """
+    return 5 * num_tokens * (32 + 8 * groups) + 8 * rows * max_blocks * groups
 
 
 def workspace_bytes(device: torch.device, num_workspaces: int) -> int:

@@ -10,7 +10,11 @@ from torch import Tensor
 
 from hf_paged.core.batch import Batch
 from hf_paged.kernels.transfers import to_device
-from hf_paged.model.cuda_graph import fill_in
+
+
+def fill_in(ids: Tensor, chosen: Tensor, places: Tensor) -> Tensor:
+    """`[N]` ids, of which those with a place of 0 or above are the `chosen` token there (0 for one that is none)."""
+    return torch.where(places >= 0, chosen[places.clamp(min=0)].clamp(min=0), ids)
 
 
 @dataclass(slots=True)

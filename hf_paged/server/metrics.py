@@ -90,6 +90,7 @@ class _EngineMetrics(Collector):
             (counter, "vllm:prefix_cache_hits", "Tokens found there", stats.prefix_cache_hit_tokens),
             (counter, "vllm:num_preemptions", "Preemptions", stats.num_preemptions),
             (counter, "hf_paged:steps", "Model steps", stats.num_steps),
+            (counter, "hf_paged:replayed_steps", "Model steps that replayed a CUDA graph", stats.num_replayed_steps),
             (counter, "hf_paged:blocks_allocated", "Blocks that sequences took", stats.num_blocks_allocated),
             (counter, "hf_paged:cow_copies", "Blocks copied because they were shared", stats.num_cow_copies),
         ):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from helpers.kernel_cases import step_metadata
 from hf_paged.attention.decode_work import Together, WorkKind
-from hf_paged.attention.metadata import AttentionMetadata, DecodeMetadata
+from hf_paged.attention.metadata import AttentionMetadata, RecordedMetadata, WorkLists
 from hf_paged.kernels.padded_groups import GatherView, PaddedGroup
 
 CPU = torch.device("cpu")
@@ -191,14 +191,13 @@ def test_query_tiles(num_decodes: int, shapes: list[tuple[int, int]], tile: int,
 def test_decode_work() -> None:
     """Work of the sequences that are decoded, made once for all layers of a kind, and only if asked for."""
     metadata = Batch([(1, 4), (1, 60), (3, 90), (1, 7)]).metadata
-    assert metadata.work_kinds == []
     full, sliding = WorkKind(tile=4, slots=4), WorkKind(tile=4, slots=4, window=8)
     work = metadata.decode_work(full)
     assert work.items.tolist() == [[0, 1, 0, 4], [1, 1, 4, 4], [2, 1, 8, 4], [3, 1, 12, 3], [4, 0, 0, 1]]
     assert work.split.tolist() == [[0, 1, 0, 4]] and work.max_parts == 4
     assert work.items.dtype == work.split.dtype == torch.int32 and work.items.device == CPU
     assert metadata.decode_work(sliding).items.tolist() == [[0, 1, 13, 2], [1, 0, 0, 1]]
-    assert metadata.decode_work(full) is work and metadata.work_kinds == [full, sliding]
+    assert metadata.decode_work(full) is work
 
 
 def test_query_work() -> None:
@@ -211,7 +210,7 @@ def test_query_work() -> None:
     ]
     assert work.items[3:, 1:6].tolist() == [[2, 0, 2, 0, 1]]
     assert work.split.tolist() == [[0, 1 + token, 3 * token, 3] for token in range(3)] and work.max_parts == 9
-    assert metadata.query_work(kind) is work and metadata.work_kinds == []
+    assert metadata.query_work(kind) is work
     exact = metadata.query_work(kind._replace(part=256)).items
     assert exact[:, 1:6].tolist() == [[1, 0, 64, 0, 2], [1, 64, 36, 0, 2], [2, 0, 2, 0, 1], [0, 0, 1, 0, 1]]
 
@@ -232,17 +231,23 @@ def test_what_is_read_together_is_each_groups_own() -> None:
     assert metadata.with_tables(shared).decode_work(kind, together) is other.decode_work(kind)
 
 
-def test_decode_work_of_recorded_steps() -> None:
-    """In a trial any kind is answered and noted; after it only kinds that every step's inputs come with."""
-    tensors = torch.zeros(3, dtype=torch.int64), torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, dtype=torch.int32)
-    trial = DecodeMetadata(*tensors, 4, 9, 8, None)
-    kind = WorkKind(tile=16, slots=5)
-    assert trial.decode_work(kind).items.tolist() == [[row, row, 0, 1] for row in range(3)]
-    assert trial.work_kinds == [kind]
-    given = DecodeMetadata(*tensors, 4, 9, 8, {kind: trial.decode_work(kind)})
-    assert given.decode_work(kind) is trial.decode_work(kind)
+def test_lists_of_recorded_steps() -> None:
+    """Asked for in a step before, any kind is answered and noted; then only kinds that every step comes with."""
+    live = AttentionMetadata(np.zeros((3, 9), np.int64), np.array([1, 1, 5]), np.array([3, 4, 9]), 4, 99, CPU)
+    kind, prompts, lists = WorkKind(16, 5), WorkKind(16, 5, queries=4), WorkLists({}, {}, live)
+    slots, table = torch.zeros(8, dtype=torch.int64), torch.zeros(4, 9, dtype=torch.int32)
+    tensors = slots, table, torch.ones(4, dtype=torch.int32), torch.arange(5, dtype=torch.int32)
+    asked = RecordedMetadata(*tensors, 4, 99, 8, lists)
+    assert asked.decode_work(kind).items.tolist() == [[row, row, 0, 1] for row in (0, 1)]
+    assert asked.query_work(prompts).items[:, [1, 4]].tolist() == [[2, 0], [2, 4]]
+    assert asked.decode_work(kind).max_parts == kind.max_parts, "as much scratch as any step may take"
+    assert asked.query_work(prompts).max_parts == prompts.max_parts and asked.kinds == ([kind], [prompts])
+    given = RecordedMetadata(*tensors, 4, 99, 8, WorkLists(lists.work, lists.queries))
+    assert given.decode_work(kind) is asked.decode_work(kind) and given.query_work(prompts) is asked.query_work(prompts)
     with pytest.raises(RuntimeError, match=r"another way than in the first step: .*window=7"):
         given.decode_work(kind._replace(window=7))
+    with pytest.raises(RuntimeError, match="another way than in the first step"):
+        given.of_group(slots, table).query_work(kind)
 
 
 def test_views_are_made_once_for_each_kind_of_layer() -> None:

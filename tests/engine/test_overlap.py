@@ -25,7 +25,7 @@ from helpers.models import EOS, MODELS, VOCAB, build, random_ids
 from helpers.waiting import PATIENCE
 from hf_paged.engine.executor import StepExecutor
 from hf_paged.engine.kv_pool import KVPool
-from hf_paged.model import cuda_graph, runner, token_inputs
+from hf_paged.model import runner, step_inputs, token_inputs
 from hf_paged.sampling import sampler
 from hf_paged.sampling.random import default_generator
 from hf_paged.sampling.sampler import SampledTokens
@@ -220,13 +220,13 @@ def test_graph_shaped_steps(device: str, monkeypatch: pytest.MonkeyPatch) -> Non
     model = patch(device=device, cuda_graphs=True, max_num_seqs=6)
     stock = build("llama").to(device)
     given: list[bool] = []
-    fill = cuda_graph.DecodeInputs.fill
+    fill = step_inputs.StepInputs.fill
 
-    def watched_fill(self: Any, size: int, batch: cuda_graph.DecodeBatch) -> None:
-        given.append(batch.chosen is not None)
-        fill(self, size, batch)
+    def watched_fill(self: Any, step: step_inputs.HostStep) -> None:
+        given.append(step.tokens.chosen is not None)
+        fill(self, step)
 
-    monkeypatch.setattr(cuda_graph.DecodeInputs, "fill", watched_fill)
+    monkeypatch.setattr(step_inputs.StepInputs, "fill", watched_fill)
     prompts = [random_ids(1, 3 + 5 * i % 11, seed=i).to(device) for i in range(8)]
     requests = [model.paged.submit(ids, **GREEDY | {"max_new_tokens": 5 + i}) for i, ids in enumerate(prompts)]
     for i, (ids, request) in enumerate(zip(prompts, requests, strict=True)):

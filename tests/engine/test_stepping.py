@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -27,7 +28,7 @@ from helpers.requests import ENDLESS, SAMPLE, Brake, Gate, settle, stock_rows
 from helpers.user_code import NextToken, Sleeper
 from helpers.waiting import PATIENCE, at_once, eventually, in_background
 from hf_paged import PagedCache
-from hf_paged.engine import pause
+from hf_paged.engine import pause, step_loop
 
 BEAMS = {"num_beams": 3}
 OWN_CODE = {"logits_processor": [NextToken()]}  # the loop runs on a thread of its own
@@ -577,6 +578,43 @@ def test_processes(processes: dict[str, Any], name: str) -> None:
     """Would break: a script that never ends, or a child that waits for threads it doesn't have."""
     found = processes[name]
     assert found["code"] == 0 and found["text"].split() == ["right"], found
+
+
+def test_prompts_are_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a row that runs, until they fill a step or their time is over; alone they run at once."""
+    model = hf_paged.patch(
+        build("llama"), num_blocks=64, block_size=4, max_num_batched_tokens=16, max_prompt_delay=60.0
+    )
+    engine, later = model.paged, 0.0
+    monkeypatch.setattr(step_loop, "time", SimpleNamespace(monotonic=lambda: later))
+    engine.pause()
+    prompts = random_ids(5, 6).tolist()
+    requests = [engine.submit(prompts[0], max_new_tokens=40, eos_token_id=None)]
+    engine.step()
+    assert engine.stats().num_waiting == 0, "nothing runs that it could disturb"
+    for count in (1, 2):
+        requests.append(engine.submit(prompts[count], max_new_tokens=40, eos_token_id=None))
+        engine.step()
+        assert engine.stats().num_waiting == count
+    later = 59.0
+    engine.step()
+    assert engine.stats().num_waiting == 2
+    later = 61.0
+    engine.step()
+    assert engine.stats().num_waiting == 0, "they have waited long enough"
+    requests.append(engine.submit(prompts[3], max_new_tokens=40, eos_token_id=None))
+    engine.step()
+    assert engine.stats().num_waiting == 1
+    requests.append(engine.submit(random_ids(1, 12, seed=1)[0].tolist(), max_new_tokens=1, eos_token_id=None))
+    engine.step()
+    assert engine.stats().num_waiting == 0, "together they fill a step"
+    monkeypatch.undo()
+    engine.resume()
+    stock = build("llama")
+    for request, prompt in zip(requests[:4], prompts, strict=False):
+        expected = stock.generate(torch.tensor([prompt]), max_new_tokens=40, eos_token_id=None)
+        assert request.result(60).token_ids == expected[0, 6:].tolist()
+    engine.check_invariants()
 
 
 if __name__ == "__main__":

@@ -30,9 +30,11 @@ class Recorder:
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self.replays: list[int] = []
+        self.steps: list[int] = []  # of them: each recording is replayed once when it is made
         self.make: Callable[[Callable[[], Tensor]], Any] = Again
         self.recordings: list[weakref.ref[Any]] = []
         self.running: int | None = None  # the size that is being replayed
+        self._tried = weakref.WeakSet[Any]()
 
     def __call__(self, function: Callable[[], Tensor]) -> Any:
         made = self.make(function)
@@ -41,6 +43,9 @@ class Recorder:
         replay = made.replay
 
         def counted() -> None:
+            if made in self._tried:
+                self.steps.append(size)
+            self._tried.add(made)
             self.replays.append(size)
             self.running = size
             replay()
@@ -49,8 +54,3 @@ class Recorder:
         made.replay = counted
         self.recordings.append(weakref.ref(made))
         return made
-
-    @property
-    def steps(self) -> list[int]:
-        """Replays that were steps: each size is replayed once when it is recorded."""
-        return self.replays[len(self.sizes) :]

@@ -10,7 +10,8 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -24,8 +25,11 @@ from helpers.models import MODELS, build, ragged_batch, random_ids
 from helpers.waiting import join
 from hf_paged import PagedCache
 from hf_paged.attention.decode_work import WorkKind, share_out
-from hf_paged.model import cuda_graph
-from hf_paged.model.cuda_graph import DecodeBatch, DecodeInputs, capture_sizes
+from hf_paged.attention.metadata import AttentionMetadata
+from hf_paged.model import cuda_graph, step_inputs
+from hf_paged.model.cuda_graph import capture_sizes, token_sizes
+from hf_paged.model.step_inputs import FixedTables, HostStep, Shape, StepInputs
+from hf_paged.model.token_inputs import TokenInputs
 
 PACKED = [name for name, model in MODELS.items() if model.runs_packed]
 GREEDY = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None}
@@ -90,58 +94,108 @@ def test_sizes(most: int) -> None:
         assert size - rows < (2 if rows < 4 else 8 if rows <= 64 else 16)
 
 
+@pytest.mark.parametrize("most", [1, 5, 16, 100, 255, 256, 2048, 3000])
+def test_token_sizes(most: int) -> None:
+    """At most a third is padding."""
+    sizes = token_sizes(most)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == most and sizes[0] <= 16
+    for tokens in range(17, most + 1):
+        size = next(size for size in sizes if size >= tokens)
+        assert size - tokens <= size / 3
+
+
+class Tables:
+    """What `FixedTables` asks of a pool."""
+
+    block_size, null_block, groups = 4, 50, SimpleNamespace(windows=[None] * 3)
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+
+
+def a_step(rng: np.random.Generator, query_lens: list[int], num_wanted: int) -> HostStep:
+    """Of sequences with so many new tokens, in three groups of layers."""
+    rows, tokens = len(query_lens), sum(query_lens)
+    seq_lens = np.array(query_lens) + rng.integers(0, 15, rows)
+    tables = np.full((3, rows, -(-int(seq_lens.max()) // 4)), 50)
+    for row, length in enumerate(-(-seq_lens // 4)):
+        tables[:, row, :length] = [rng.permutation(50)[:length] for _ in range(3)]
+    lens = np.array(query_lens), seq_lens, 4, 50, torch.device("cpu")
+    ids, positions = (torch.from_numpy(rng.integers(1, 99, tokens)) for _ in range(2))
+    metadata = AttentionMetadata.of_groups(list(tables), *lens)
+    wanted = np.sort(rng.permutation(tokens)[:num_wanted])
+    return HostStep(TokenInputs(ids, positions), metadata, wanted, rng.integers(0, 50, (rows, 2)))
+
+
+DECODES = [(8, [1] * rows) for rows in (8, 3, 3, 5, 1, 8, 2)]
+OTHERS = [(8, [1, 1, 5, 7]), (8, [16]), (8, [1] * 7 + [9]), (8, [2, 1, 3]), (8, [3] * 5), (8, [1, 15])]
+
+
 @pytest.mark.parametrize("device", DEVICES)
-def test_inputs(device: str) -> None:
+@pytest.mark.parametrize("steps", [DECODES, OTHERS], ids=["decodes", "others"])
+def test_inputs(steps: list[tuple[int, list[int]]], device: str) -> None:
     """What the model reads is the step's, and beyond it padding, whatever the steps before were."""
     rng = np.random.default_rng(0)
-    inputs = DecodeInputs(8, 6, 4, 50, torch.device(device), num_groups=3)
+    is_decode, tables = steps is DECODES, FixedTables(8, 9, cast("Any", Tables(device)))
+    shape = Shape(8, 8, 8) if is_decode else Shape(8, 16, 8, 16)
     kinds = [WorkKind(tile=2, slots=5), WorkKind(tile=2, slots=5, window=6)]
-    inputs.hold(kinds)
-    addresses: dict[int, list[int]] = {}
-    for rows in (8, 3, 3, 5, 1, 8, 2):
-        ids, positions = rng.integers(0, 99, rows), rng.integers(0, 99, rows)
-        lens = rng.integers(1, 24, rows)
-        width = int(-(-lens.max() // 4))
-        tables = np.full((3, rows, width), 50, np.int32)
-        for row, length in enumerate(lens):
-            tables[:, row, : -(-length // 4)] = [rng.permutation(50)[: -(-length // 4)] for _ in range(3)]
-        for size in (rows, rows, 8):  # the second time, tables are known
-            inputs.fill(size, DecodeBatch(ids, positions, lens, tables))
-            got_ids, got_positions, groups = inputs.views(size)
-            assert got_ids.tolist() == [*ids, *[0] * (size - rows)]
-            assert got_positions.tolist() == [*positions, *[0] * (size - rows)]
-            last = lens - 1
-            padded_lens = [*lens, *[1] * (size - rows)]
-            found = [got_ids, got_positions]
-            for metadata, own in zip(groups, tables, strict=True):
-                slots = own[np.arange(rows), last // 4] * 4 + last % 4
-                assert metadata.slot_mapping.tolist() == [*slots, *[-1] * (size - rows)]
-                assert metadata.seq_lens.tolist() == padded_lens
-                assert metadata.block_tables[:rows, :width].tolist() == own.tolist()
+    queries = [] if is_decode else [WorkKind(tile=2, slots=5, queries=size) for size in (1, 4)]
+    inputs = StepInputs(shape, tables, 2, kinds, queries)
+    addresses: list[int] = []
+    for size, query_lens in steps:
+        rows, num_tokens = len(query_lens), sum(query_lens)
+        step = a_step(rng, query_lens, rows if is_decode else min(num_tokens, 8))
+        for _ in range(2):  # the second time, tables are known
+            inputs.fill(step)
+            ids, positions, groups = inputs.views()
+            rest = shape.tokens - num_tokens
+            assert ids.tolist() == [*step.tokens.input_ids, *[0] * rest]
+            assert positions.tolist() == [*step.tokens.position_ids, *[0] * rest]
+            assert inputs.pages.tolist() == [*step.pages.tolist(), *[[50, 50]] * (size - rows)]
+            if not is_decode:
+                assert inputs.wanted.tolist() == [*step.wanted, *[0] * (8 - len(step.wanted))]
+            found = [ids, positions, inputs.pages, inputs.wanted]
+            for metadata, own in zip(groups, step.metadata, strict=True):
+                assert metadata.slot_mapping.tolist() == [*own.slot_mapping, *[-1] * rest]
+                assert metadata.seq_lens[:rows].tolist() == own.seq_lens.tolist()
+                assert metadata.block_tables[:rows, : own.block_tables.shape[1]].tolist() == own.block_tables.tolist()
                 assert metadata.block_tables[rows:, 0].tolist() == [50] * (size - rows)
-                assert metadata.num_decodes == size and metadata.max_query_len == 1
-                found += [metadata.slot_mapping, metadata.block_tables, metadata.seq_lens]
-            metadata = groups[-1]
+                starts = metadata.query_start_loc.tolist()
+                assert starts[: rows + 1] == own.query_start_loc.tolist()
+                padding = range(rows + 1, size + 1) if is_decode else [num_tokens] * (size - rows)
+                assert starts[rows + 1 :] == list(padding)
+                assert (metadata.num_decodes == size) == is_decode and metadata.max_query_len == shape.longest
+                found += [metadata.slot_mapping, metadata.block_tables, metadata.seq_lens, metadata.query_start_loc]
+            decoding = [*own.host_seq_lens, *[1] * (size - rows)] if is_decode else own.host_seq_lens[: own.num_decodes]
             for kind in kinds:
                 work = metadata.decode_work(kind)
-                items, split = share_out(np.array(padded_lens), kind)
+                items, split = share_out(np.array(decoding), kind)
                 assert work.items[: len(items)].tolist() == items.tolist()
                 assert work.split[: len(split)].tolist() == split.tolist()
                 assert (work.items[len(items) :, 1] == -1).all() and (work.split[len(split) :, 3] == 0).all()
                 assert len(work.items) == kind.max_items(size) and len(work.split) == kind.max_split(size)
-                assert work.items.data_ptr() % 16 == work.split.data_ptr() % 16 == 0, "another kernel than elsewhere"
+                found += [work.items, work.split]
+            for kind in queries:
+                work, expected = metadata.query_work(kind), own.query_work(kind)
+                for part, real, column, nothing in (
+                    (work.items, expected.items, 1, -1),
+                    (work.split, expected.split, 3, 0),
+                ):
+                    assert part[: len(real)].tolist() == real.tolist()
+                    assert (part[len(real) :, column] == nothing).all()
                 found += [work.items, work.split]
             where = [tensor.data_ptr() for tensor in found]
-            assert addresses.setdefault(size, where) == where
+            assert not any(address % 16 for address in where), "another kernel than elsewhere"
+            addresses = addresses or where
+            assert addresses == where
 
 
 def test_inputs_are_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with a list of work for each of several kinds of layers; tables go when they change."""
-    inputs = DecodeInputs(8, 6, block_size=4, null_block=50, device=torch.device("cpu"))
-    inputs.hold([WorkKind(16, 5), WorkKind(16, 5, window=8), WorkKind(16, 3)])
-    tables = np.arange(15, dtype=np.int32).reshape(1, 3, 5)
-    step = DecodeBatch(np.arange(3), np.arange(3), np.array([3, 9, 20]), tables)
-    inputs.fill(4, step)
+    tables = FixedTables(8, 9, cast("Any", Tables("cpu")))
+    inputs = StepInputs(Shape(4, 4, 4), tables, 2, [WorkKind(16, 5), WorkKind(16, 5, window=8), WorkKind(16, 3)])
+    step = a_step(np.random.default_rng(0), [1, 1, 1], 3)
+    inputs.fill(step)
     copies: list[int] = []
     copy = Tensor.copy_
 
@@ -150,7 +204,7 @@ def test_inputs_are_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
         return copy(self, *arguments, **options)
 
     monkeypatch.setattr(Tensor, "copy_", counted)
-    inputs.fill(4, step)
+    inputs.fill(step)
     assert len(copies) == 1
 
 
@@ -246,7 +300,7 @@ def test_tokens_of_a_long_row_among_short_ones(
         shared_out.setdefault(kind, []).append(np.bincount(items[:, 1]).tolist())
         return items, split
 
-    monkeypatch.setattr(cuda_graph, "share_out", watched)
+    monkeypatch.setattr(step_inputs, "share_out", watched)
     prompts = {key: tensor.to(device) for key, tensor in ragged_batch((5, 60, 14)).items()}
     arguments = GREEDY | prompts | {"max_new_tokens": 3}
     found = patch(name, device, attention_backend="triton", max_num_seqs=3).generate(**arguments)

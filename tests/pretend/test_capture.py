@@ -21,6 +21,7 @@ from helpers.models import build, random_ids
 from helpers.waiting import join
 from hf_paged.model import cuda_graph, graph_capture
 from hf_paged.model.graph_capture import CUDARecording, capture_stream, first_wait
+from hf_paged.model.step_inputs import Shape, StepInputs
 
 CUDA = torch.device("cuda", 0)
 GREEDY = {"do_sample": False, "max_new_tokens": 3, "eos_token_id": None}
@@ -33,8 +34,8 @@ def patched(name: str = "llama", **settings: Any) -> tuple[Any, Any]:
     return stock, hf_paged.patch(copy.deepcopy(stock), **settings)
 
 
-def assert_same_tokens(stock: Any, model: Any, rows: int = 2) -> None:
-    ids = random_ids(rows, 9).to(CUDA)
+def assert_same_tokens(stock: Any, model: Any, rows: int = 2, seed: int = 0) -> None:
+    ids = random_ids(rows, 9, seed=seed).to(CUDA)
     assert torch.equal(model.generate(ids, **GREEDY), stock.generate(ids, **GREEDY))
 
 
@@ -73,8 +74,9 @@ def test_a_step_that_does_not_wait_is_recorded(caplog: pytest.LogCaptureFixture)
     stock, model = patched()
     with pretend_cuda.watch() as seen:
         assert_same_tokens(stock, model)
-        assert_same_tokens(stock, model)
-    assert len(seen.of("capture")) == 3 and len(seen.of("replay")) >= 3 + 2 * 2
+        assert len(seen.of("capture")) == 3 and len(seen.of("replay")) >= 3 + 2
+        assert_same_tokens(stock, model, seed=1)
+    assert len(seen.of("capture")) == 4 and len(seen.of("replay")) >= 4 + 2 * 2 + 1, "its prompts, too"
     assert not warnings_of(caplog)
 
 
@@ -166,14 +168,14 @@ def test_a_failure_leaves_the_process_sound(function: Callable[[Tensor], Any], c
 def test_a_recording_that_fails_in_a_step(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """What torch's warnings don't tell of: said once, with the cause and its place; no request notices."""
     stock, model = patched()
-    original = cuda_graph.DecodeGraphs._record_size
+    original = cuda_graph.StepGraphs._record_shape
 
     def uncontiguous(self: Any, *args: Any, **kwargs: Any) -> Any:
         forward = self._forward
         monkeypatch.setattr(self, "_forward", lambda *own: forward(*own) + torch.ones(1).to(CUDA, non_blocking=True))
         return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(cuda_graph.DecodeGraphs, "_record_size", uncontiguous)
+    monkeypatch.setattr(cuda_graph.StepGraphs, "_record_shape", uncontiguous)
     for _ in range(2):
         assert_same_tokens(stock, model)
     said = warnings_of(caplog)
@@ -257,7 +259,7 @@ def test_out_of_memory(share: float, caplog: pytest.LogCaptureFixture) -> None:
     assert_same_tokens(stock, model)
     graphs = model.paged.core.runner.graphs.held
     assert graphs.sizes == [1, 2, 3]
-    largest = graphs._recordings[3].num_bytes
+    largest = graphs._recordings[Shape(3, 3, 3)].num_bytes
     model.paged.release()
     attempts: list[int] = []
     emptied: list[int] = []  # before which attempt
@@ -290,12 +292,18 @@ def test_a_wrong_replay_turns_graphs_off(caplog: pytest.LogCaptureFixture, monke
     """Right on padding (no context) and wrong on the step's own rows: the check has to look at those."""
     stock, model = patched()
     seen_lens: list[list[int]] = []
-    original = CUDARecording.replay
+    original, fill = CUDARecording.replay, StepInputs.fill
+    made: list[StepInputs] = []
+
+    def filled(self: StepInputs, step: Any) -> None:
+        made.append(self)
+        fill(self, step)
+
+    monkeypatch.setattr(StepInputs, "fill", filled)
 
     def wrong(self: Any) -> None:
         original(self)
-        inputs = model.paged.core.runner.graphs.held._inputs
-        lens = inputs._seq_lens[: len(self.output)]
+        lens = made[-1]._mirror.device["lens"]
         seen_lens.append(lens.tolist())
         self.output.add_((lens > 4)[:, None].float())
 

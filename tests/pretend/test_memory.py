@@ -14,7 +14,7 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
 
 import hf_paged
 from helpers.models import build, random_ids
-from hf_paged.model.step_memory import StepMemory, graph_bytes, sampler_bytes, workspace_bytes
+from hf_paged.model.step_memory import StepMemory, graph_bytes, input_bytes, sampler_bytes, workspace_bytes
 from hf_paged.sampling.processors import processor_kinds
 from hf_paged.sampling.random import SamplingNoise
 from hf_paged.sampling.sampler import RowSampler, SamplingBatch, sample_tokens
@@ -32,7 +32,9 @@ def test_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model like Llama-3.1-8B, 256 rows in bfloat16: 1.5 GB to choose tokens."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     assert sampler_bytes(256, 128_256, 2) == 256 * 128_256 * 46 == 1_510_342_656
-    assert graph_bytes(10**8, 256, 128_256, 2, 8192) == 10**8 + 65_667_072 + 10_240 + 16_777_216
+    # Of 2048 tokens, such a model has 0.3 GB at a time; the logits of 256 rows and of 512 drafts.
+    graphs = graph_bytes(3 * 10**8, 768, 128_256, 2) + input_bytes(2048, 256, 8192)
+    assert graphs == 375_000_000 + 197_001_216 + 409_600 + 16_777_216 < 2**31
     assert workspace_bytes(CUDA, 3) == 3 * 32 * 2**20
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     assert workspace_bytes(CUDA, 1) == 8_519_680
@@ -117,7 +119,7 @@ def test_the_steps(cuda_graphs: bool | None, monkeypatch: pytest.MonkeyPatch) ->
     assert 0 <= 2**20 - reserved - pool < model.paged.bytes_per_block
     if cuda_graphs is None:  # whose memory is not used twice on this device
         memory = StepMemory(core.bound, replace(core.config, cuda_graphs=False))
-        own = graph_bytes(memory.activation_bytes(4), 4, 2048, 4, -(-core.bound.max_context // 4))
+        own = graph_bytes(memory.activation_bytes(64), 4, 2048, 4) + input_bytes(64, 4, -(-core.bound.max_context // 4))
         assert reserved - memory.reserved_bytes(64, 4) == own > 0
         return
     before = torch.cuda.memory_allocated()

@@ -28,7 +28,7 @@ PACKED = [name for name, model in MODELS.items() if model.runs_packed and name n
 
 def _is_essential(name: str, mode: str, graphs: bool) -> bool:
     if graphs:
-        return (name, mode) in (("llama", "greedy"), ("gpt2", "sampling"))
+        return (name, mode) in (("llama", "greedy"), ("llama", "prompt_lookup"), ("gpt2", "sampling"))
     return name == "llama" or mode == "greedy"
 
 

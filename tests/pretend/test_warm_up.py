@@ -1,4 +1,4 @@
-"""`warm_up()`: nothing is compiled or recorded while requests wait, and nothing else has changed."""
+"""`warm_up()`: nothing is compiled while requests wait, no decode step recorded, and nothing else has changed."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def test_nothing_is_compiled_afterwards(
         assert done.num_graphs == 3 == len(seen.of("capture")) and done.graph_bytes > 0 and done.no_graphs is None
     with pretend_cuda.watch() as seen:
         serve(model)
-    assert not seen.where("compile", "capture")
-    assert bool(seen.of("replay")) == (not settings)
+    assert not seen.where("compile")
+    assert bool(seen.of("replay")) == (not settings) == bool(seen.of("capture"))
     model.paged.check_invariants()
 
 
@@ -105,7 +105,8 @@ def test_what_stays_as_it_was() -> None:
     first = model.paged.warm_up()
     assert request.result(60).token_ids == expected[0, 17:].tolist()
     second = model.paged.warm_up()
-    assert (second.num_graphs, second.graph_bytes) == (first.num_graphs, first.graph_bytes) == (3, first.graph_bytes)
+    assert second.num_graphs >= first.num_graphs >= 3 and second.graph_bytes >= first.graph_bytes
+    assert model.paged.core.runner.graphs.held.sizes == [1, 2, 3]
     assert torch.equal(torch.cuda.get_rng_state(), before[2]) and torch.equal(torch.get_rng_state(), before[3])
     assert not pool[-1].any()
     table = model.paged.core.manager.block_table(cache.sequences[0].seq_id)
@@ -144,7 +145,7 @@ def test_of_weights_that_have_moved() -> None:
         assert model.paged.warm_up().num_graphs == len(seen.of("capture")) == 1
     with pretend_cuda.watch() as seen:
         model.generate(ids, **config)
-    assert seen.of("replay") and not seen.of("capture")
+    assert seen.of("replay") and len(seen.of("capture")) <= 1, "that of a prompt"
 
 
 def test_in_any_mode() -> None:
@@ -153,8 +154,8 @@ def test_in_any_mode() -> None:
     with torch.inference_mode(), torch.device(CUDA), torch.autocast("cuda", dtype=torch.bfloat16):
         done = model.paged.warm_up()
     assert done.num_graphs == 1
-    tensors = [model.paged.core.kv_cache.tensor, model.paged.core.runner.graphs.held._logits]
+    tensors = [model.paged.core.kv_cache.tensor, model.paged.core.runner.graphs.held._logits[0]]
     assert not any(tensor.is_inference() for tensor in tensors) and tensors[1].dtype == torch.float32
     with pretend_cuda.watch() as seen:
         model.generate(random_ids(1, 5).to(CUDA), max_new_tokens=2, eos_token_id=None)
-    assert seen.of("replay") and not seen.of("compile", "capture")
+    assert seen.of("replay") and not seen.of("compile")

@@ -61,11 +61,13 @@ class Backend(ABC):
     Attributes:
         reads_empty_slots: Whether it reads slots of a block that hold no token (and multiplies them by zero).
         can_record: Whether its decode steps can be recorded in CUDA graphs.
+        can_record_all: Whether all others can, too.
     """
 
     name: ClassVar[str]
     reads_empty_slots: bool = True
     can_record: bool = False
+    can_record_all: bool = False
 
     def __init__(self, kv_cache: Tensor, latent_dim: int | None = None) -> None:
         self._kv_cache = kv_cache

@@ -44,11 +44,11 @@ class TritonBackend(Backend):
             raise ValueError(f"exact attention takes keys and values, got a pool of latents of {latent_dim} elements")
         super().__init__(kv_cache, latent_dim)
         self.reads_empty_slots = latent_dim is not None  # prompts of latents are expanded by torch
-        self.can_record = not exact
+        self.can_record, self.can_record_all = not exact, not exact and latent_dim is None
         self._exact = exact
         self._ops: Any = ops
         self._partials = ops.Partials()
-        self._recorded_partials = ops.Partials()  # not replaced when steps of other shapes need more
+        self._recorded_partials = ops.Partials(keeps=True)
 
     @classmethod
     def supports(cls, pool: PoolDescription) -> str | None:
@@ -200,4 +200,5 @@ class TritonStep:
             params.sinks,
             self._partials.get(ops.partials_size(max_parts, query.shape[1], query.shape[2]), query.device),
             self._exact,
+            metadata.is_recorded and metadata.max_query_len > 1,
         )

@@ -199,6 +199,7 @@ ONE_EACH = (
     Case("write", "bf16", "bf16", 128, 16, 1, "", 0),
     Case("layers", "bf16", "bf16", 128, 16, 4, "", 0),
     Case("copy", "bf16", "bf16", 128, 16, 1, "", 0),
+    Case("sampling", "bf16", "bf16", 0, 0, 0, "", 0),
 )
 ALL_FEATURES = "window+softcap+sinks"
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)

@@ -35,7 +35,8 @@ def paged_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         if engine is not None:
             engine.core.check_outside()
         if not isinstance(cache, PagedCache) or given.get("use_cache") is False:
-            run_stock()
+            if engine is not None:
+                run_stock()
             if engine is None or engine.ranks is None:
                 with nullcontext() if engine is None else engine.core.undisturbed():
                     return original(self, *args, **kwargs)

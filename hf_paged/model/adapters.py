@@ -134,7 +134,7 @@ class Adapters:
         self.why_own_code: str | None = None
         self._layers: list[AdaptedLayer] = []
         self._tuners: list[Any] = []
-        self._sets: OrderedDict[Choice, Adapter] = OrderedDict()
+        self._sets: OrderedDict[Hashable, Adapter] = OrderedDict()
         self._live: weakref.WeakSet[Adapter] = weakref.WeakSet()
         self._loaded: weakref.WeakValueDictionary[int, Adapter] = weakref.WeakValueDictionary()
         self._named: dict[int, AdaptedLayer] = {}  # layers that loaded adapters name, and PEFT has not
@@ -219,13 +219,14 @@ class Adapters:
     def _of(self, choice: Choice) -> Adapter | None:
         if not any(choice):
             return None
-        adapter = self._sets.get(choice)
+        key = choice, tuple([peft_layers.scales(*own) for own in zip(self._tuners, choice, strict=True)])
+        adapter = self._sets.get(key)
         if adapter is None:
             name = " and ".join(dict.fromkeys(name for names in choice for name in names))
-            adapter = self._sets[choice] = self._make(name, lambda: _read(self._tuners, choice))
+            adapter = self._sets[key] = self._make(name, lambda: _read(self._tuners, choice))
             if len(self._sets) > MOST_KEPT:
                 self._sets.popitem(last=False)
-        self._sets.move_to_end(choice)
+        self._sets.move_to_end(key)
         return adapter
 
     def _of_store(self, pinned: Pinned) -> Adapter:

@@ -83,6 +83,11 @@ def active_names(layer: Any) -> tuple[str, ...]:
     return () if layer.disable_adapters else own_names(layer, layer.active_adapters)
 
 
+def scales(layer: Any, names: Sequence[str]) -> tuple[float, ...]:
+    """What these adapters' parts of a layer are multiplied by."""
+    return () if is_wrapper(layer) else tuple([float(layer.scaling[name]) for name in names])
+
+
 def is_merged(layer: Any) -> bool:
     """Whether adapters are in the weights: then nothing is added, for any row."""
     return bool(getattr(layer, "merged", False))

@@ -153,6 +153,13 @@ def test_shared_system_prompt():
     assert used < unshared / 2
 
 
+def test_many_adapters():
+    output = run_example("many_adapters.py")
+    assert "old sailor held" in output and "hot dish" in output
+    [(requests, adapters, steps)] = numbers(r"(\d+) requests of (\d+) adapters: (\d+) steps", output)
+    assert requests == adapters == 100 and steps < 2 * requests
+
+
 def test_pictures():
     output = run_example("pictures.py")
     assert "same tokens as stock generate(): True" in output

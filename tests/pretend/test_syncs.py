@@ -459,5 +459,6 @@ def test_one_callers_thread_leads() -> None:
     other.start()
     join(other)
     call()
-    assert [threads[0], threads[1]] == [{"hf_paged"}, {"MainThread"}]
+    # Another test's engine may still be launching.
+    assert "hf_paged" in threads[0] and "other" not in threads[0] and "MainThread" in threads[1]
     assert all(torch.equal(expected, own) for own in found)

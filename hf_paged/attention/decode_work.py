@@ -13,8 +13,9 @@ device: a launch of as many programs, and scratch for as many parts, are right f
 graph needs.
 
 Decoding is bound by bandwidth, and a part costs some. Query tiles are bound by the program that has most to do: as
-soon as this saves it `LEAST_SAVED_TILES`, which take about as long as a combination, each slot is worth a part, also
-where rounding down would leave some.
+soon as this saves it `LEAST_SAVED_TILES`, which take about as long as a combination, each slot is worth a part. Where
+rounding down leaves some, runs that have more than their items' fair shares get one item more each, while there are
+slots: no more than `slots` items, so that `slots / 2` runs are cut at most.
 
 Layers with a window read other tiles than layers without, and each kind has a list of its own. Items in fractions of
 whatever a layer reads would serve all kinds, but not well: where one sequence is much longer than the others, a fair
@@ -270,7 +271,7 @@ def _cuts(tiles: np.ndarray, slots: int, least: int = LEAST_TILES, least_saved: 
         return np.ones_like(tiles)
     counts = np.maximum((2 * tiles * slots + share) // (2 * share), 1)
     if least_saved:
-        rounded_down = np.flatnonzero((counts > 1) & (tiles * slots > counts * share))
+        rounded_down = np.flatnonzero(tiles * slots > counts * share)
         counts[rounded_down[: max(slots - int(counts.sum()), 0)]] += 1
     return counts
 

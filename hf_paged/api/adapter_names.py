@@ -45,7 +45,7 @@ def _guarded_class(base: Any) -> Any:
         with ExitStack() as stack:
             adapters = None if names is None or offsets is not None else engine.core.adapters_named(names)
             if adapters is not None:
-                hook = partial(stack.enter_context, hooked(self, engine, original))
+                hook = cache(partial(stack.enter_context, hooked(self, engine, original)))  # once is enough
                 with within(adapters=adapters, runs_stock=hook):
                     yield
                 return

@@ -109,7 +109,6 @@ def fall_back(engine: Engine, reason: str) -> None:
 def run_stock() -> None:
     """Lets stock's forwards of this call have the adapters that its rows have."""
     if (enter := call_context().runs_stock) is not None:
-        call_context().runs_stock = None
         enter()
 
 

@@ -34,7 +34,7 @@ class CallContext:
         host: Its host copies; `None` when it is prepared over the caller's tensors themselves, and in its loop.
         hides_device: Whether the model is to say that it is on the CPU, as the call's tensors are.
         adapters: What is added to the model for each prompt; `None`: what it is set to.
-        runs_stock: Enters what the call needs around stock's forwards, because of `adapters`.
+        runs_stock: Enters what the call needs around stock's forwards, because of `adapters`; once, if called again.
         twin: Of a wrapper, the model with the call's state, which `generate()` runs on.
     """
 

@@ -26,6 +26,7 @@ from hf_paged.engine.leader import Leader
 from hf_paged.engine.run import Run
 from hf_paged.engine.worker import StepWorker
 from hf_paged.memory.kv_cache import KVCache
+from hf_paged.model.adapter_store import Adapter as Pinned
 from hf_paged.model.adapters import Adapter, Adapters
 from hf_paged.model.bound_model import BoundModel
 from hf_paged.model.latents import Latents
@@ -154,7 +155,7 @@ class EngineCore:
     def weights_key(self) -> WeightsKey:
         """The model's state, part of the prefix-cache key of what begins now. The pool's lock is held."""
         before, key = self.weights_version.state, self.weights_version.key()
-        state, has_new = self.weights_version.state, self.adapters.refresh()
+        state, has_new = self.weights_version.state, self.adapters.refresh(self._adapters_in_use())
         if (state != before or has_new) and self.pool.is_made and self.scheduler.queues.note_state(state):
             logger.warning(
                 "hf_paged: the model's weights, adapters or hooks changed while rows of running calls were preempted: "
@@ -174,11 +175,17 @@ class EngineCore:
 
         It goes on as stock would: keys and values that are there stay, new tokens are computed as the model is now.
         """
-        has_moved = self.weights_version.may_have_changed() or self.adapters.have_moved()
+        has_moved = self.weights_version.may_have_changed() or self.adapters.have_moved(self._adapters_in_use())
         if self.bound.living_model is not None and has_moved:
             if self.pool.is_made and not self.scheduler.queues.in_flight:
                 _ = self.kv_cache  # of a model that has moved: while rows can be computed again
             self.weights_key()
+
+    def _adapters_in_use(self) -> set[Adapter]:
+        """Of rows that run or wait; none that can't change."""
+        if not (self.adapters.may_move and self.pool.is_made):
+            return set()
+        return {one.adapter for group in self.scheduler.queues.groups for one in group.sequences if one.adapter}
 
     def adapters_for(self, num_rows: int) -> list[Adapter | None]:
         """What is added to the model for each row of the call that this thread is in. The pool's lock is held.
@@ -209,9 +216,15 @@ class EngineCore:
             if not adapters.is_by_row:
                 return None
             wanted = {name for name in names if adapters.is_loaded(name)}
-        pinned = {} if store is None else {name: store.pin(name) for name in wanted}  # beside steps
-        with self.transaction():
-            return tuple(adapters.named(names, pinned))
+        pinned: dict[str, Pinned] = {}
+        try:
+            for name in wanted:
+                pinned[name] = store.pin(name)  # type: ignore[union-attr]  # beside steps: it may read files
+            with self.transaction():
+                return tuple(adapters.named(names, pinned))
+        finally:
+            for own in pinned.values():
+                store.unpin(own)  # type: ignore[union-attr]
 
     @property
     def num_running(self) -> int:

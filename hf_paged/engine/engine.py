@@ -333,7 +333,7 @@ class Engine(Lasting):
         added = adapters.store.add(name, path)
         try:
             weights = adapters.store.get(name)
-            with self.exclusive(), core.transaction():
+            with core.transaction():
                 adapters.know(core.model, weights)
         except BaseException:
             adapters.store.remove(added.name)

@@ -17,12 +17,12 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_paged.core.errors import needs
 from hf_paged.kernels.low_rank import LowRank
+from hf_paged.model.peft_layers import INNER
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _KEY = re.compile(
     r"(.+)\.(lora_A\.weight|lora_B\.weight|lora_B\.bias|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
 )
-_INNER = ("base_layer", "original_module")  # what PEFT's layers call the module that they stand before
 # Initialisations that leave the base weights alone. Others, such as PiSSA, take out of them what A and B start with.
 _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal", "mica")
 _DTYPES = {torch.bfloat16: torch.bfloat16} | dict.fromkeys((torch.float16, torch.float32, torch.float64), torch.float32)
@@ -203,14 +203,14 @@ class _Reader:
         """The module that computes, within any of PEFT's that stand before it, and its name."""
         module, names = self.model, []
         for part in plain.split("."):
-            if part not in module._modules and part in _INNER:
+            if part not in module._modules and part in INNER:
                 continue  # a tensor of the base, saved from within PEFT's layer
             if not isinstance(inner := module._modules.get(part), nn.Module):
                 raise ValueError(f"{key}: the model has no module {plain}")
             module = inner
             names.append(part)
             while type(module).__module__.startswith("peft."):
-                names.append(next(x for x in _INNER if x in module._modules))
+                names.append(next(x for x in INNER if x in module._modules))
                 module = module.get_submodule(names[-1])
         return ".".join(names), module
 

@@ -7,8 +7,8 @@ import operator
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -100,11 +100,15 @@ class Adapter:
         """Reads its weights anew if they changed since it was last asked; whether they did."""
         if not self.has_moved() and all(map(torch.equal, _samples(self.weights.tensors), self._samples)):
             return False
+        self.read_again()
+        return True
+
+    def read_again(self) -> None:
+        """Reads its weights anew: they are others now."""
         self.is_stepped = False
         self.weights = self._read()
         self._state, self._samples = self._look()
         self.version += 1
-        return True
 
     def _look(self) -> tuple[list[tuple[int, ...]], list[Tensor]]:
         return _versions(self.weights.tensors), [own.clone() for own in _samples(self.weights.tensors)]
@@ -130,18 +134,17 @@ class Adapters:
     def __init__(self, is_whole: bool = True) -> None:
         """`is_whole`: the model is not split between processes."""
         self._is_whole = is_whole
-        self._modules: dict[str, nn.Module] = {}
         self.why_own_code: str | None = None
         self._layers: list[AdaptedLayer] = []
         self._tuners: list[Any] = []
         self._sets: OrderedDict[Hashable, Adapter] = OrderedDict()
         self._live: weakref.WeakSet[Adapter] = weakref.WeakSet()
         self._loaded: weakref.WeakValueDictionary[int, Adapter] = weakref.WeakValueDictionary()
-        self._named: dict[int, AdaptedLayer] = {}  # layers that loaded adapters name, and PEFT has not
+        self._named: dict[str, AdaptedLayer] = {}  # layers that loaded adapters name, PEFT's among them
         self._free: list[int] = []
         self._gone: list[tuple[int, Pinned | None]] = []  # of adapters that nothing refers to any more
         self._num_slots = 0
-        self._is_as_set = False
+        self._is_as_set = self._has_new = False
         self.num_moves = 0
         self.store: AdapterStore | None = None
         self._rows: TokenSlots | None = None
@@ -153,7 +156,8 @@ class Adapters:
         self._clear_gone()
         modules = peft_layers.shared_modules(model)
         tuners = [module for module in modules if peft_layers.is_tuner(module)]
-        if len(tuners) != len(self._tuners) or any(map(operator.is_not, tuners, self._tuners)):
+        is_replaced = self._find_named(model, modules)
+        if is_replaced or len(tuners) != len(self._tuners) or any(map(operator.is_not, tuners, self._tuners)):
             self._tuners = tuners
             self._sets.clear()
             self._set_layers()
@@ -198,7 +202,7 @@ class Adapters:
         """Those of these names; `"__base__"`: none.
 
         Args:
-            pinned: Those of the store, which are unpinned when nothing refers to them any more.
+            pinned: Those of the store. What is taken out of it is unpinned when nothing refers to it any more.
 
         Raises:
             ValueError: There are none of such names, or they can't be chosen by row now.
@@ -213,15 +217,17 @@ class Adapters:
             for name in dict.fromkeys(names)
             if name != BASE and name not in pinned
         }
-        found |= {name: self._of_store(own) for name, own in pinned.items()}
+        found |= {name: self._of_store(name, pinned) for name in list(pinned)}
         return [found.get(name) for name in names]
 
     def _of(self, choice: Choice) -> Adapter | None:
         if not any(choice):
             return None
-        key = choice, tuple([peft_layers.scales(*own) for own in zip(self._tuners, choice, strict=True)])
+        key = self._key(choice)
         adapter = self._sets.get(key)
-        if adapter is None:
+        if adapter is not None:
+            self._take_over([adapter])
+        else:
             name = " and ".join(dict.fromkeys(name for names in choice for name in names))
             adapter = self._sets[key] = self._make(name, lambda: _read(self._tuners, choice))
             if len(self._sets) > MOST_KEPT:
@@ -229,16 +235,20 @@ class Adapters:
         self._sets.move_to_end(key)
         return adapter
 
-    def _of_store(self, pinned: Pinned) -> Adapter:
-        adapter = self._loaded.get(pinned.uid)
-        if adapter is not None:
-            self._gone.append((-1, pinned))  # once is enough
-            return adapter
-        weights = pinned.weights
-        assert weights is not None
-        made = self._make(pinned.name, lambda: self._placed(weights), ("loaded", pinned.uid), pinned)
-        self._loaded[pinned.uid] = made
-        return made
+    def _key(self, choice: Choice) -> Hashable:
+        return choice, tuple([peft_layers.scales(*own) for own in zip(self._tuners, choice, strict=True)])
+
+    def _of_store(self, name: str, pinned: dict[str, Pinned]) -> Adapter:
+        """Takes what is pinned over, but for what has been already: once is enough."""
+        own = pinned[name]
+        adapter = self._loaded.get(own.uid)
+        if adapter is None:
+            weights = own.weights
+            assert weights is not None
+            adapter = self._make(own.name, lambda: self._placed(weights), ("loaded", own.uid), own)
+            self._loaded[own.uid] = adapter
+            del pinned[name]
+        return adapter
 
     def _make(
         self, name: str, read: Callable[[], Weights], uid: Hashable = None, pinned: Pinned | None = None
@@ -264,37 +274,54 @@ class Adapters:
             slot, pinned = self._gone.pop()
             if pinned is not None and self.store is not None:
                 self.store.unpin(pinned)
-            if slot >= 0:
-                for layer in self._layers:
-                    layer.put(slot, None, None)
-                self._free.append(slot)
+            for layer in self._layers:
+                layer.put(slot, None, None)
+            self._free.append(slot)
 
     def _set_layers(self) -> None:
+        """Makes a list anew, and not the one that a step is in the middle of."""
         tuned = {id(peft_layers.inner(each)) for each in self._tuners}
         self._layers = [AdaptedLayer(each, peft_layers.inner(each), self._current) for each in self._tuners]
-        self._layers += [layer for place, layer in self._named.items() if place not in tuned]
+        self._layers += {id(own.base): own for own in self._named.values() if id(own.base) not in tuned}.values()
         for adapter in list(self._live):
             self._put(adapter)
 
     # Loaded ones
 
     def know(self, model: nn.Module, weights: AdapterWeights) -> None:
-        """Prepares the layers that a loaded adapter changes."""
-        for name in (*weights.linears, *weights.embeddings, *weights.saved):
-            module = model.get_submodule(name)
-            self._named.setdefault(id(module), AdaptedLayer(module, module, self._current))
-        self._modules = dict(model.named_modules(remove_duplicate=False))
-        self._set_layers()
+        """Prepares the layers that a loaded adapter names, if none has before. A step may be running."""
+        known = {id(layer.base) for layer in self._layers}
+        for name in map(peft_layers.bare_name, (*weights.linears, *weights.embeddings, *weights.saved)):
+            if name not in self._named:
+                module = peft_layers.find(model, name)
+                self._named[name] = layer = AdaptedLayer(module, module, self._current)
+                if id(module) not in known:
+                    known.add(id(module))
+                    self._layers = [*self._layers, layer]
+
+    def _find_named(self, model: nn.Module, modules: list[nn.Module]) -> bool:
+        """Finds layers that loaded adapters name anew, if they have been replaced; whether any have."""
+        if not self._named:
+            return False
+        known, replaced = set(map(id, modules)), False
+        for name in [name for name, layer in self._named.items() if id(layer.base) not in known]:
+            with suppress(AttributeError):  # it is gone, and what follows is not called with it
+                module = peft_layers.find(model, name)
+                self._named[name] = AdaptedLayer(module, module, self._current)
+                replaced = True
+        for adapter in list(self._loaded.values()) if replaced else []:
+            adapter.read_again()
+        return replaced
 
     def _placed(self, weights: AdapterWeights) -> Weights:
         """By the ids of the model's modules, on their devices."""
         added: dict[int, LowRank] = {}
         whole: dict[int, nn.Module] = {}
         for name, own in (*weights.linears.items(), *weights.embeddings.items()):
-            module = self._modules[name]
+            module = self._named[peft_layers.bare_name(name)].base
             added[id(module)] = own.to(next(module.parameters()).device)
         for name, tensors in weights.saved.items():
-            module = self._modules[name]
+            module = self._named[peft_layers.bare_name(name)].base
             whole[id(module)] = copied = copy.deepcopy(module)
             copied.load_state_dict(tensors)
         return Weights(added, whole, [])
@@ -307,25 +334,40 @@ class Adapters:
         for adapter in list(self._live):
             adapter.is_stepped |= any(id(tensor) in own for tensor in adapter.weights.tensors)
 
-    def have_moved(self) -> bool:
-        """Whether some that rows may have were written to since `refresh`."""
-        return any(adapter.has_moved() for adapter in list(self._live))
+    @property
+    def may_move(self) -> bool:
+        """Whether there are any whose weights are not ours alone."""
+        return bool(self._tuners)
 
-    def refresh(self) -> bool:
-        """Takes over what changed of those that rows may have; whether anything did."""
-        places = {adapter: adapter.places for adapter in list(self._live)}
-        changed = [adapter for adapter in places if adapter.refresh()]
-        for adapter in changed:
-            self._put(adapter)
-        self.num_moves += any(adapter.places != places[adapter] for adapter in changed)
-        return bool(changed)
+    def have_moved(self, used: Iterable[Adapter]) -> bool:
+        """Whether one of these was written to since it was last looked at."""
+        return self._has_new or any(adapter.has_moved() for adapter in used)
+
+    def refresh(self, used: Iterable[Adapter]) -> bool:
+        """Takes over what changed of these; whether any adapter has changed since this was last asked."""
+        self._take_over(used)
+        had_new, self._has_new = self._has_new, False
+        return had_new
+
+    def _take_over(self, adapters: Iterable[Adapter]) -> None:
+        for adapter in adapters:
+            places = adapter.places
+            if adapter.refresh():
+                self._put(adapter)
+                self._has_new = True
+                self.num_moves += adapter.places != places
 
     # In a step
 
     def are_set(self, batch: Batch) -> bool:
         """Whether what a batch's rows have is what the model is set to: then PEFT's own forwards are right."""
-        active = self.active() if self._layers else None
-        slot = -1 if active is None else active.slot
+        slot = -1
+        if self._tuners and self.is_by_row:
+            choice = tuple([peft_layers.active_names(layer) for layer in self._tuners])
+            if any(choice):
+                if (active := self._sets.get(self._key(choice))) is None:  # no row has had it yet
+                    return False
+                slot = active.slot
         return all(own == slot for own in batch.adapters or (-1,))
 
     @contextmanager
@@ -369,6 +411,9 @@ class Adapters:
         if not self._layers or not self.is_by_row or self._is_as_set:
             if self._rows is not None:
                 raise RuntimeError(f"rows have adapters of their own, but now {self.why_own_code}")
+            yield
+            return
+        if self._rows is None and not self._tuners:  # nothing is added, and nothing of PEFT's would be
             yield
             return
         with adapting(self._layers, threading.get_ident()):

@@ -12,6 +12,7 @@ from hf_paged.kernels.low_rank import LowRank
 from hf_paged.model.module_overrides import has_hooks
 
 BASE = "__base__"  # PEFT's name for no adapter
+INNER = ("base_layer", "original_module")  # what PEFT's layers call the module that they stand before
 _MODULE = "peft.tuners.lora."
 # Classes whose forward is that of the layer inside, and what each active adapter adds to it.
 _KINDS = (
@@ -35,6 +36,19 @@ def inner(layer: Any) -> nn.Module:
 def without_adapters(module: nn.Module) -> nn.Module:
     """The layer that a module is, or that PEFT's layer is around."""
     return inner(module) if is_tuner(module) else module
+
+
+def bare_name(name: str) -> str:
+    """A module's name in a model without PEFT's layers."""
+    return ".".join(part for part in name.split(".") if part not in INNER)
+
+
+def find(model: nn.Module, name: str) -> nn.Module:
+    """The layer without adapters of such a name, in a model that has PEFT's layers now or has not."""
+    module = model
+    for part in name.split("."):
+        module = without_adapters(module.get_submodule(part))
+    return module
 
 
 def is_wrapper(layer: nn.Module) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import threading
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from helpers.models import build, random_ids
 from helpers.requests import ENDLESS
 from helpers.state_models import STATE_MODELS, build_state_model
 from helpers.waiting import at_once
+from hf_paged.model.adapters import Adapter
 
 peft = pytest.importorskip("peft")
 
@@ -367,6 +370,65 @@ def test_loads_leave_nothing(saved: Callable[[str], dict[str, str]]) -> None:
         engine.submit(prompt(1)[0], max_new_tokens=1).result(60)
     assert adapters.store is not None and adapters.store.stats()[:3] == (0, 0, 0)
     assert adapters._num_slots <= 2 and not list(adapters._live)
+
+
+def test_a_layer_that_is_replaced_keeps_what_loaded_adapters_add(saved: Callable[[str], dict[str, str]]) -> None:
+    """Would break: layers found once, when an adapter was loaded, by their identity."""
+    model: Any = build("llama")
+    engine = hf_paged.patch(model, num_blocks=64, block_size=4).paged
+    engine.load_adapter("one", saved("mixed")["one"])
+    engine.load_adapter("two", saved("mixed")["two"])
+
+    def check() -> None:
+        outputs = engine.generate([prompt(1)[0]] * 3, adapters=["one", "two", BASE], **OPTIONS)
+        truth = [expected("mixed", name, 1)[0, 14:].tolist() for name in ("one", "two", BASE)]
+        assert [output.sequences[0] for output in outputs] == truth
+
+    check()
+    running = engine.submit(prompt(2)[0], adapter="one", **OPTIONS)
+    with engine.exclusive():
+        attention = model.model.layers[0].self_attn
+        attention.v_proj = copy.deepcopy(attention.v_proj)
+    check()
+    assert running.result(60).sequences == expected("mixed", "one", 2)[:, 14:].tolist()
+    # PEFT's layers around those that are named, and away again.
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["v_proj", "up_proj"]))
+    check()
+    wrapped.unload()
+    check()
+    engine.check_invariants()
+
+
+def test_a_file_that_is_gone_leaves_the_others_unpinned(saved: Callable[[str], dict[str, str]], tmp_path: Path) -> None:
+    model = hf_paged.patch(build("llama"), num_blocks=64, block_size=4, adapter_space_gib=0)
+    engine, adapters = model.paged, model.paged.core.adapters
+    paths = {name: shutil.copytree(saved("mixed")["one"], tmp_path / name) for name in ("one", "two")}
+    for name, path in paths.items():
+        engine.load_adapter(name, path)
+    shutil.rmtree(paths["two"])
+    for names in (("one", "two"), ("two", "one")):
+        with pytest.raises(ValueError, match="no such file"):
+            engine.core.adapters_named(names)
+    assert adapters.store is not None and adapters.store.stats().resident == 0
+
+
+def test_many_adapters_cost_a_call_no_more_than_its_own() -> None:
+    """Would break: each call looks at the weights of all adapters that any call has ever had."""
+    model: Any = copy.deepcopy(stock_of("mixed"))
+    for number in range(30):
+        model.add_adapter(f"other {number}", peft.LoraConfig(target_modules=ATTENTION, r=2))
+    hf_paged.patch(model, num_blocks=64, block_size=4)
+    engine = model.get_base_model().paged
+    looked: list[str] = []
+    refresh = Adapter.refresh
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Adapter, "refresh", lambda self: (looked.append(self.name), refresh(self))[1])
+        for number in range(30):
+            engine.submit(prompt(1)[0], adapter=f"other {number}", max_new_tokens=1).result(60)
+        looked.clear()
+        found = engine.submit(prompt(1)[0], adapter="one", **OPTIONS).result(60)
+    assert found.sequences == expected("mixed", "one", 1)[:, 14:].tolist()
+    assert set(looked) <= {"one", "other 29"}  # that of the last request, if it has just ended
 
 
 def test_refusals() -> None:

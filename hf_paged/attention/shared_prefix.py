@@ -68,7 +68,7 @@ def shared_prefixes(
     is_same = tables[1:] == tables[:-1]
     num_blocks = np.where(is_same.all(axis=1), tables.shape[1], is_same.argmin(axis=1))
     num_blocks = np.minimum(num_blocks, -(-least // block_size))
-    # What was given back is nobody's: a run of null blocks alone is none.
+    # What was given back belongs to no sequence: a run of null blocks alone is none.
     is_real = tables[np.arange(len(least)), num_blocks - 1] != null_block
     tokens = np.where(is_real, np.minimum(num_blocks * block_size, least), 0)  # of each and the next
     is_cut = tokens < LEAST_TOKENS

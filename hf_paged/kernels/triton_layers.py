@@ -19,6 +19,16 @@ from hf_paged.kernels.tile_ops import encode_fp8, hash_now
 MAX_NORM_DIM = 32768  # a row is one program's
 
 
+@triton.jit
+def _normed(x, factor, weight, mask, kind: tl.constexpr, OFFSET: tl.constexpr, ROUNDS_FIRST: tl.constexpr):
+    """Rows `x` times their factors and the weights that lie at `weight`, rounded to `kind`, as float32."""
+    normed = x * factor
+    if ROUNDS_FIRST:
+        normed = normed.to(kind).to(tl.float32)
+    w = tl.load(weight, mask=mask, other=0.0).to(tl.float32) + OFFSET
+    return (normed * w[None, :]).to(kind).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     states,  # [num_rows, DIM], contiguous
@@ -37,12 +47,10 @@ def _rms_norm_kernel(
     present = (rows < num_rows)[:, None] & (columns < DIM)[None, :]
     index = rows[:, None] * DIM + columns[None, :]
     x = tl.load(states + index, mask=present, other=0.0).to(tl.float32)
-    factor = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)
-    normed = x * factor[:, None]
-    if ROUNDS_FIRST:
-        normed = normed.to(output.dtype.element_ty).to(tl.float32)
-    w = tl.load(weight + columns, mask=columns < DIM, other=0.0).to(tl.float32) + OFFSET
-    tl.store(output + index, (normed * w[None, :]).to(output.dtype.element_ty), mask=present)
+    factor = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
+    kind: tl.constexpr = output.dtype.element_ty
+    normed = _normed(x, factor, weight + columns, columns < DIM, kind, OFFSET, ROUNDS_FIRST)
+    tl.store(output + index, normed.to(kind), mask=present)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -64,16 +72,14 @@ def _add_norm_kernel(
     columns = tl.arange(0, D)
     present = (rows < num_rows)[:, None] & (columns < DIM)[None, :]
     index = rows[:, None] * DIM + columns[None, :]
-    kind = output.dtype.element_ty
+    kind: tl.constexpr = output.dtype.element_ty
     x = tl.load(first + index, mask=present, other=0.0).to(tl.float32)
     x = (x + tl.load(second + index, mask=present, other=0.0).to(tl.float32)).to(kind)
     tl.store(total + index, x, mask=present)
     x = x.to(tl.float32)
-    normed = x * tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
-    if ROUNDS_FIRST:
-        normed = normed.to(kind).to(tl.float32)
-    w = tl.load(weight + columns, mask=columns < DIM, other=0.0).to(tl.float32) + OFFSET
-    tl.store(output + index, (normed * w[None, :]).to(kind), mask=present)
+    factor = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
+    normed = _normed(x, factor, weight + columns, columns < DIM, kind, OFFSET, ROUNDS_FIRST)
+    tl.store(output + index, normed.to(kind), mask=present)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -110,15 +116,6 @@ def _code(x, output, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _norm_part(x, factor, weight, mask, kind: tl.constexpr, OFFSET: tl.constexpr, ROUNDS_FIRST: tl.constexpr):
-    normed = x * factor
-    if ROUNDS_FIRST:
-        normed = normed.to(kind).to(tl.float32)
-    w = tl.load(weight, mask=mask, other=0.0).to(tl.float32) + OFFSET
-    return (normed * w[None, :]).to(kind).to(tl.float32)
-
-
-@triton.jit
 def _rotate(
     states, output, cos, sin, weight, eps, heads, num_heads, stride_head, stride_output, ROTARY: tl.constexpr,
     DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, ROUNDS: tl.constexpr, FORMAT: tl.constexpr,
@@ -138,8 +135,8 @@ def _rotate(
     y = tl.load(states + heads[:, None] * stride_head + second[None, :], mask=present, other=0.0).to(tl.float32)
     if NORMED:
         factor = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / DIM + eps)[:, None]
-        x = _norm_part(x, factor, weight + first, pairs < half, kind, OFFSET, ROUNDS_FIRST)
-        y = _norm_part(y, factor, weight + second, pairs < half, kind, OFFSET, ROUNDS_FIRST)
+        x = _normed(x, factor, weight + first, pairs < half, kind, OFFSET, ROUNDS_FIRST)
+        y = _normed(y, factor, weight + second, pairs < half, kind, OFFSET, ROUNDS_FIRST)
     cos_first = tl.load(cos + first, mask=pairs < half, other=0.0).to(tl.float32)[None, :]
     cos_second = tl.load(cos + second, mask=pairs < half, other=0.0).to(tl.float32)[None, :]
     sin_first = tl.load(sin + first, mask=pairs < half, other=0.0).to(tl.float32)[None, :]
@@ -165,7 +162,7 @@ def _rotate(
             tl.store(to + columns[None, :], _code(tail, output, FORMAT), mask=mask)
 
 
-hash_now(_code, _norm_part, _rotate)
+hash_now(_code, _normed, _rotate)
 
 
 @triton.jit

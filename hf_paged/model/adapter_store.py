@@ -44,7 +44,7 @@ class AdapterStats(NamedTuple):
 
 
 class AdapterStore:
-    """Keeps adapters within a budget of memory: of those that nobody has pinned, the least recently used leave first.
+    """Keeps adapters within a budget of memory: of those that are not pinned, the least recently used leave first.
 
     Any thread may call. Files are read on the thread that needs them, under a lock of the one adapter: a second caller
     of its name waits for the first, callers of others don't. Pinned ones stay, even beyond the budget; then nothing

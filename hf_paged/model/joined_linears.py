@@ -1,6 +1,6 @@
 """Linear layers of one input as one matrix product: their weights lie side by side, each parameter a view of its part.
 
-Nothing but the memory knows: parameters are the objects that they were, and whoever puts one elsewhere (`.to()`,
+Nothing but the memory knows: parameters are the objects that they were, and what puts one elsewhere (`.to()`,
 `load_state_dict(assign=True)`) only takes it out again. Where weights lie says, in each call, whether they are joined.
 """
 

@@ -143,7 +143,7 @@ class FixedTables:
         """Allocates for `max_rows` sequences of up to `max_blocks` blocks in each group of layers."""
         self.block_size, self.null_block = kv_cache.block_size, kv_cache.null_block
         is_pinned, self.num_groups = kv_cache.device.type == "cuda", len(kv_cache.groups.windows)
-        shape = max(1, self.num_groups), max_rows, max_blocks  # where there are none, nobody reads
+        shape = max(1, self.num_groups), max_rows, max_blocks  # where there are none, none is read
         self._staged = torch.empty(math.prod(shape), dtype=torch.int32, pin_memory=is_pinned)
         self.tensor = torch.full(shape, self.null_block, dtype=torch.int32, device=kv_cache.device)
         self._last: np.ndarray | None = None

@@ -61,7 +61,7 @@ def test_all_models(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "lfm2", "zamba", "kimi_linear", "inkling"])
 def test_models_with_states(name: str) -> None:
-    """What rehearsals make of states is nobody's."""
+    """What rehearsals make of states is no request's."""
     stock = build_state_model(name)
     model = hf_paged.patch(copy.deepcopy(stock), warm_up=True, **SMALL)
     done = model.paged.warm_up()

@@ -298,7 +298,7 @@ def test_beside_another_thread_that_captures(name: str) -> None:
 
 
 def test_a_device_is_obeyed() -> None:
-    """Would break: what is asked of one device is another one's, and nobody sees it."""
+    """Would break: what is asked of one device is another one's, and no error says so."""
     x, other = torch.ones(4, device="cuda:1"), torch.ones(4, device="cuda")
     assert (x + 1).device == x.device == torch.device("cuda", 1) and other.device.index == 0
     with torch.cuda.device(1):

@@ -15,6 +15,7 @@ from hf_paged.api.exactness import why_not_exact
 from hf_paged.api.probe import Trial, probe
 from hf_paged.api.stored_layers import as_their_modules_say, keeps_states, on_meta
 from hf_paged.core.cache_groups import CacheGroups
+from hf_paged.model import peft_layers
 from hf_paged.model.base_class import base_class
 from hf_paged.model.cache_argument import CACHE_ARGUMENTS
 from hf_paged.model.placement import Placement, why_not_on
@@ -40,7 +41,8 @@ class SupportReport:
         supported: Whether `patch` accepts the model.
         reasons: Why not, a sentence each; empty if supported.
         traits: What was found out about its architecture; `None` if not supported.
-        notes: Where a supported model's tokens may differ from stock's, and why, a sentence each.
+        notes: Where a supported model's tokens may differ from stock's, or its rows can't have adapters of their own,
+            and why, a sentence each.
         exact: Whether a row has the same bits whatever shares its steps, of this model here and under default settings.
         why_not_exact: Why a supported model's rows may not, a sentence each.
     """
@@ -153,12 +155,16 @@ def look_at(model: Any, is_exact_asked: bool = False) -> SupportReport:
 
 
 def _notes(model: PreTrainedModel) -> tuple[str, ...]:
-    """Why a model that can be patched may not give stock's tokens."""
+    """Why a model that can be patched may not give stock's tokens, or takes the same adapters for all rows."""
+    tuners = (module for module in model.modules() if peft_layers.is_tuner(module))
+    own_code = next((why for tuner in tuners if (why := peft_layers.why_own_code(tuner))), None)
+    same = () if own_code is None else (f"rows of a step share their adapters, by PEFT's own code: {own_code}",)
     mixed = [name for name, module in model.named_modules() if _scales_by_batch(module)]
     if not mixed:
-        return ()
+        return same
     names = ", ".join(mixed[:3]) + (f" and {len(mixed) - 3} more" if len(mixed) > 3 else "")
     return (
+        *same,
         f"{names}: quantized layers that scale their input by its largest number, that of all rows and of padding. "
         "What they make of a row depends on what is beside it, in stock as well: batches of rows that differ in "
         "length, and rows of several calls in one step, may give other tokens than stock. Layers with a scale for "

@@ -6,14 +6,15 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
-from hf_paged import Engine, patch
-from hf_paged.server import chat, completions, responses
+from hf_paged import Engine, needs, patch
+from hf_paged.server import adapters, chat, completions, responses
 from hf_paged.server.description import body_of, describe, docs, openapi
 from hf_paged.server.errors import ApiError, add_handlers
 from hf_paged.server.logs import RequestLog
@@ -29,6 +30,8 @@ BODIES: dict[str, type[Body]] = {
     responses.PATH: responses.ResponsesRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    adapters.LOAD: adapters.LoadAdapterRequest,
+    adapters.UNLOAD: adapters.UnloadAdapterRequest,
 }
 logger = logging.getLogger("hf_paged.server")
 
@@ -41,7 +44,7 @@ def create_app(
     Its `state.requests` is a `RequestTable` of what clients have running.
 
     Args:
-        model: A patched model, or one that is to be patched; with adapters, a `PeftModel` around it.
+        model: A patched model, or one that is to be patched; with adapters of PEFT's, a `PeftModel` around it.
         tokenizer: Its tokenizer.
         settings: How it is run; `None`: as `ServerSettings()`.
         processor: What prepares pictures for the model; `None`: it is asked nothing about pictures.
@@ -86,9 +89,13 @@ def create_app(
     ]
     if settings.public_docs or not settings.api_keys:
         routes += [("GET", OPENAPI, openapi), ("GET", DOCS, docs)]
+    if settings.adapter_dir is not None:
+        with needs("peft"):
+            import_module("peft")  # which knows an adapter's settings
+        routes += [("POST", adapters.LOAD, adapters.load), ("POST", adapters.UNLOAD, adapters.unload)]
     for method, path, handle in routes:
         _add(app, serving, method, path, handle)
-    describe(app, BODIES)
+    describe(app, {path: kind for path, kind in BODIES.items() if path in {own for _, own, _ in routes}})
     return app
 
 

@@ -79,7 +79,10 @@ class RequestLog:
         status, body = getattr(state, "status", status), getattr(state, "body", None)
         said: dict[str, Any] = {"model": None, "user": None}
         if body is not None:
-            said = {"model": (body.model or self._model_name)[:MAX_LENGTH], "user": getattr(body, "user", None)}
+            said = {
+                "model": (getattr(body, "model", None) or self._model_name)[:MAX_LENGTH],
+                "user": getattr(body, "user", None),
+            }
         client = None if request.client is None else request.client.host
         work = _work(getattr(state, "generation", None))
         log_request(client, request.scope["path"][:MAX_LENGTH], status, time.monotonic() - started, **said, **work)

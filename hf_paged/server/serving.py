@@ -44,6 +44,7 @@ NEUTRAL = {
 OPENAPI, DOCS = "/openapi.json", "/docs"
 WITHOUT_KEY = ("/health", "/ready", DOCS, OPENAPI)
 QUICK = 1 << 14  # characters of a request that are made token ids of in some milliseconds
+LONG = QUICK + 1
 ERROR_SECONDS = 0.01  # before an error is told: a client that makes nothing else makes fewer of them
 CHARACTERS_PER_TOKEN = 32  # more than any text has on average
 
@@ -76,6 +77,7 @@ class Serving:
         self.prompts = Prompts(tokenizer, self.vocab_size, settings, processor, model, self._max_characters)
         self.names = TokenNames(tokenizer)
         self.engine.check_adapters(settings.adapters)
+        self._adapters: tuple[str, ...] = tuple(settings.adapters)
         self.metrics = Metrics(self.engine, self.model_name)
         self.requests = RequestTable()
         self.is_draining = False
@@ -108,14 +110,21 @@ class Serving:
         body = request.state.body = await read_body(request, kind, self.settings, self._pace)
         model = getattr(body, "model", None)
         if model not in (None, *self.model_names):
-            message = f"there is no model {model!r:.200}: this server has {', '.join(map(repr, self.model_names))}"
+            names, more = self.model_names[:8], ", ..." if self.model_names[8:] else ""
+            message = f"there is no model {model!r:.200}: this server has {', '.join(map(repr, names))}{more}"
             raise ApiError(404, message, "model", "model_not_found")
         return body
 
     @property
     def model_names(self) -> tuple[str, ...]:
         """What may be asked for: the model, and its adapters."""
-        return (self.model_name, *self.settings.adapters)
+        return (self.model_name, *self._adapters)
+
+    def note_adapter(self, name: str, is_there: bool = True) -> None:
+        """Takes note of an adapter that was loaded, or unloaded. Any thread may call."""
+        with self._lock:
+            others = tuple([each for each in self._adapters if each != name])
+            self._adapters = (*others, name) if is_there else others
 
     def _max_characters(self) -> int:
         """Of one prompt: a longer one has more tokens than it may, and isn't tokenized to say so."""
@@ -206,9 +215,9 @@ class Serving:
 
     def _adapter_of(self, body: SamplingBody) -> str | None:
         """The adapter that a request asks for, by `submit`'s name for it."""
-        if not self.settings.adapters:
+        if not (self._adapters or self.settings.adapter_dir):
             return None
-        return body.model if body.model in self.settings.adapters else "__base__"
+        return body.model if body.model in self._adapters else "__base__"
 
     def _arguments(self, body: SamplingBody, num_prompt_tokens: int, most: int) -> dict[str, Any]:
         room = min(self.max_model_len, num_prompt_tokens + most)

@@ -39,8 +39,9 @@ class ServerSettings:
         head_timeout: Seconds that a head may take to arrive, likewise.
         allow_priority: Requests may have a `priority`, and overtake others.
         chat_template: A Jinja template in place of the tokenizer's own.
-        adapters: Adapters of a `PeftModel`, each a model of its own name; `model_name` is the model without them. The
-            server switches them: nothing else is to use the model meanwhile.
+        adapters: Adapters of a `PeftModel`, or of `load_adapter`, each a model of its own name; `model_name` is the
+            model without them.
+        adapter_dir: A folder from which clients that have a key may load more adapters; `None`: they may not.
         public_docs: `/docs` and `/openapi.json` are there although keys are needed.
         cors_origins: Origins whose pages may call; none: no page of another origin may.
     """
@@ -64,6 +65,7 @@ class ServerSettings:
     allow_priority: bool = False
     chat_template: str | None = None
     adapters: Sequence[str] = ()
+    adapter_dir: str | Path | None = None
     public_docs: bool = False
     cors_origins: Sequence[str] = ()
 
@@ -75,6 +77,8 @@ class ServerSettings:
         names = [self.model_name, *self.adapters]
         if isinstance(self.adapters, str) or not all(self.adapters) or len(set(names)) < len(names):
             raise ValueError(f"adapters must be a list of names other than the model's, got {self.adapters!r}")
+        if self.adapter_dir is not None and not (self.api_keys and Path(self.adapter_dir).is_dir()):
+            raise ValueError(f"adapter_dir must be a folder, and needs api_keys: got {str(self.adapter_dir)!r}")
         timeouts = "request_timeout", "body_timeout", "head_timeout", "grammar_timeout"
         for name in (*timeouts, *(name for name in vars(self) if name.startswith("max_"))):
             value = getattr(self, name)

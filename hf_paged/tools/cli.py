@@ -31,7 +31,6 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
 from hf_paged.api.patching import patch, unpatch
-from hf_paged.core.errors import needs
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.tools.families import families, families_table, family_names
 from hf_paged.tools.report import RunReport, comparison_table, generated_lengths, paged_kv_usage, stock_kv_usage
@@ -356,7 +355,11 @@ def serve(
     ] = None,
     adapter: Annotated[
         list[str] | None,
-        typer.Option(help="NAME=PATH, an adapter of PEFT's that is a model of that name; may be given again."),
+        typer.Option(help="NAME=PATH, a LoRA adapter that is a model of that name; may be given again."),
+    ] = None,
+    adapter_dir: Annotated[
+        Path | None,
+        typer.Option(help="A folder from which clients may load more of them; needs a key.", exists=True),
     ] = None,
     block_size: Annotated[int | None, typer.Option(min=1, help="Tokens in one KV block; default: 16.")] = None,
     num_blocks: Annotated[
@@ -409,6 +412,7 @@ def serve(
         adapters = _adapters(adapter or [])
         settings = ServerSettings(
             adapters=tuple(adapters),
+            adapter_dir=adapter_dir,
             model_name=served_name or name_of(model),
             api_keys=tuple(api_key or ()),
             max_body_bytes=int(max_body_mib * (1 << 20)),
@@ -427,8 +431,9 @@ def serve(
         kind = AutoModelForImageTextToText if _sees(model) else AutoModelForCausalLM
         tokenizer, loaded = _load(model, dtype, _device(device), kind)
         processor = AutoProcessor.from_pretrained(model) if kind is AutoModelForImageTextToText else None
-        loaded = _with_adapters(loaded, adapters)
         patch(loaded, **{name: value for name, value in given.items() if value is not None})
+        for name, path in adapters.items():
+            loaded.paged.load_adapter(name, path)
         loaded.paged.core.pool.is_serving = True
         run_server(loaded, tokenizer, settings, host, port, drain_seconds, processor)
     except (ValueError, OSError, ImportError) as error:
@@ -501,19 +506,6 @@ def _adapters(given: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"--adapter is NAME=PATH, each name once, got {each!r}")
         found[name] = path
     return found
-
-
-def _with_adapters(model: Any, adapters: dict[str, str]) -> Any:
-    """A model with adapters of PEFT's, if there are any."""
-    if not adapters:
-        return model
-    with needs("peft"):
-        from peft import PeftModel
-    (first, *others) = adapters.items()
-    model = PeftModel.from_pretrained(model, first[1], adapter_name=first[0])
-    for name, path in others:
-        model.load_adapter(path, adapter_name=name)
-    return model.eval()
 
 
 def _sees(name: str) -> bool:

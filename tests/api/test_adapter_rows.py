@@ -385,12 +385,9 @@ def test_a_layer_that_is_replaced_keeps_what_loaded_adapters_add(saved: Callable
         assert [output.sequences[0] for output in outputs] == truth
 
     check()
-    running = engine.submit(prompt(2)[0], adapter="one", **OPTIONS)
-    with engine.exclusive():
-        attention = model.model.layers[0].self_attn
-        attention.v_proj = copy.deepcopy(attention.v_proj)
+    attention = model.model.layers[0].self_attn
+    attention.v_proj = copy.deepcopy(attention.v_proj)
     check()
-    assert running.result(60).sequences == expected("mixed", "one", 2)[:, 14:].tolist()
     # PEFT's layers around those that are named, and away again.
     wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["v_proj", "up_proj"]))
     check()
@@ -526,3 +523,5 @@ def test_other_kinds_run_their_own_code(config: Callable[[], Any], reason: str) 
         assert not torch.equal(model.generate(input_ids=prompt(1), **OPTIONS), found)
     with pytest.raises(ValueError, match=f"of their own .*{reason}.*use set_adapter"):
         model.get_base_model().paged.submit(prompt(1)[0], adapter="__base__")
+    (note,) = hf_paged.is_supported(model).notes
+    assert reason in note and not hf_paged.is_supported(patched("mixed")).notes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -11,8 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from fastapi.testclient import TestClient
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+import hf_paged
 from helpers.models import tiny_lm, tiny_tokenizer
 from helpers.serving import Served, serving
 from helpers.waiting import join
@@ -148,7 +152,103 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = ["serve", "--adapter", f"x={tmp_path / 'one'}", "--adapter", f"y={tmp_path / 'two'}", "--num-blocks", "9"]
     assert CliRunner().invoke(cli.app, given).exit_code == 0
     ((model, settings),) = found
-    assert settings.adapters == ("x", "y") and list(model.peft_config) == ["x", "y"] and model.paged.config.num_blocks
-    for bad in ("x", "x=", "=x", "x=/nowhere/at/all"):
-        result = CliRunner().invoke(cli.app, ["serve", "--adapter", bad])
+    assert settings.adapters == ("x", "y") and model.paged.config.num_blocks
+    ids = tiny_tokenizer()("A")["input_ids"]
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    outputs = model.paged.generate([ids] * 2, adapters=settings.adapters, **options)
+    texts = [tiny_tokenizer().decode(output.token_ids, skip_special_tokens=True) for output in outputs]
+    assert [text.strip() for text in texts] == [expected(name, "A").strip() for name in ("one", "two")]
+    peft.get_peft_model(tiny_lm(), peft.IA3Config(target_modules=["k_proj"])).save_pretrained(tmp_path / "ia3")
+    for bad in (["x"], ["x="], ["=x"], ["x=/nowhere/at/all"], [f"x={tmp_path / 'ia3'}"]):
+        result = CliRunner().invoke(cli.app, ["serve", "--adapter", *bad])
         assert result.exit_code == 2 and "Traceback" not in result.output, bad
+    result = CliRunner().invoke(cli.app, ["serve", "--adapter-dir", str(tmp_path)], env={"HF_PAGED_API_KEY": None})
+    assert result.exit_code == 2 and "needs api_keys" in " ".join(result.output.split())
+
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of adapters, beside one that is outside, which links lead to."""
+    tuned().save_pretrained(tmp_path / "in")
+    outside = shutil.copytree(tmp_path / "in" / "one", tmp_path / "outside")
+    (tmp_path / "in" / "link").symlink_to(outside)
+    shutil.copytree(outside, tmp_path / "in" / "linked file")
+    weights = tmp_path / "in" / "linked file" / "adapter_model.safetensors"
+    weights.unlink()
+    weights.symlink_to(outside / weights.name)
+    circle = tmp_path / "in" / "circle"
+    circle.symlink_to(circle)
+    (tmp_path / "in" / "empty").mkdir()
+    return tmp_path / "in"
+
+
+def test_loaded_while_it_runs(folder: Path) -> None:
+    """Would break: a list of models made at start; tokens of what had the name before; a load that waits for steps."""
+    settings = ServerSettings(model_name="base", adapter_dir=folder, api_keys=("secret",))
+    with serving(settings) as served:
+
+        def load(name: str, path: str) -> int:
+            return served.post(LOAD, {"lora_name": name, "lora_path": path}).status_code
+
+        def text(name: str, prompt: str = "A") -> str:
+            fields = {"prompt": prompt, "model": name, "max_tokens": NEW, "temperature": 0}
+            return served.complete(**fields)["choices"][0]["text"]
+
+        with served.http.stream(
+            "POST", "/v1/completions", json={"prompt": "A", "max_tokens": 300, "ignore_eos": True, "stream": True}
+        ):
+            assert load("x", "one") == 200 and load("y", str(folder / "two")) == 200
+            assert [text("x"), text("y"), text("base")] == [expected(name, "A") for name in ("one", "two", "base")]
+        assert [model.id for model in served.client.models.list()] == ["base", "x", "y"]
+        assert load("x", "two") == load("base", "two") == 400
+        assert served.post(UNLOAD, {"lora_name": "x"}).status_code == 200
+        assert served.post("/v1/completions", {"prompt": "A", "model": "x"}).status_code == 404
+        reply = served.post(UNLOAD, {"lora_name": "x"})
+        assert reply.status_code == 404 and reply.json()["error"]["param"] == "lora_name"
+        assert load("x", "two") == 200 and text("x") == expected("two", "A")
+        served.settle()
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        *(
+            (path, "inside")
+            for path in ("nowhere", "..", "../outside", "link", "linked file", "circle", "\x00", "/etc")
+        ),
+        ("one/adapter_config.json", "inside"),
+        (".", "inside"),
+        ("empty", "adapter_config.json"),
+        ("broken", "lora_A"),
+    ],
+)
+def test_what_is_not_loaded(path: str, why: str, folder: Path) -> None:
+    """Would break: a server that reads what lies elsewhere, or says what does."""
+    broken = shutil.copytree(folder / "one", folder / "broken") / "adapter_model.safetensors"
+    save_file({key: x[:, :3].contiguous() for key, x in load_file(broken).items()}, broken)
+    model = hf_paged.patch(tiny_lm(), num_blocks=64)
+    app = create_app(model, tiny_tokenizer(), adapter_dir=folder, api_keys=["secret"])
+    key = {"Authorization": "Bearer secret"}
+    with TestClient(app, raise_server_exceptions=True) as client:
+        error = client.post(LOAD, json={"lora_name": "x", "lora_path": path}, headers=key)
+        assert error.status_code == 400 and error.json()["error"]["param"] == "lora_path"
+        assert why in error.json()["error"]["message"] and "outside/" not in error.json()["error"]["message"]
+        assert client.post(LOAD, json={"lora_name": "x", "lora_path": "one"}).status_code == 401
+        assert len(client.get("/v1/models", headers=key).json()["data"]) == 1
+        for name in ("", " x", 3, None):
+            reply = client.post(LOAD, json={"lora_name": name, "lora_path": "one"}, headers=key)
+            assert reply.status_code == 400 and reply.json()["error"]["param"] == "lora_name"
+
+
+def test_without_a_folder_there_is_no_such_path(tmp_path: Path) -> None:
+    app = create_app(hf_paged.patch(tiny_lm(), num_blocks=64), tiny_tokenizer(), api_keys=["secret"])
+    with TestClient(app) as client:
+        key = {"Authorization": "Bearer secret"}
+        assert client.post(LOAD, json={"lora_name": "x", "lora_path": "one"}, headers=key).status_code == 404
+        assert LOAD not in app.openapi()["paths"] and "LoadAdapterRequest" not in app.openapi()["components"]["schemas"]
+    for given in ({"adapter_dir": tmp_path}, {"adapter_dir": tmp_path / "none", "api_keys": ["secret"]}):
+        with pytest.raises(ValueError, match="adapter_dir"):
+            ServerSettings(**given)

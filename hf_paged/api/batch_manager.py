@@ -202,21 +202,22 @@ class PagedBatchManager(ContinuousBatchingManager):
         """Adds a request. What is wrong with its prompt is the `error` of its result.
 
         `None` is as the generation config says; without any limit it ends with the model's context. An `eos_token_id`
-        below 0 is no token. `**settings` are any others of a `GenerationConfig`.
+        below 0 is no token. `**settings` are any others of a `GenerationConfig`, and `adapter`: as of `submit()`.
 
         Returns:
             Its id; `None` if the manager takes no more requests.
 
         Raises:
-            ValueError: A setting that there isn't or that can't be honoured, an id in use.
+            ValueError: A setting or an adapter that there isn't or that can't be honoured, an id in use.
             queue.Full: `max_queue_size` requests are waiting, and were for 10 seconds.
         """
         given = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
         settings |= {name: value for name, value in given.items() if value is not None}
-        batching = self.continuous_batching_config
+        batching, adapter = self.continuous_batching_config, settings.pop("adapter", None)
+        self.model.paged.check_adapters([adapter] if adapter is not None else [])
         config = with_settings(self.generation_config, settings, "add_request()")
         check_config(config, batching.return_logprobs)
-        request = BatchRequest(request_id or "", input_ids, config, batching, streaming, record_timestamps)
+        request = BatchRequest(request_id or "", input_ids, config, batching, adapter, streaming, record_timestamps)
         with self._adding:
             limit, room = batching.max_queue_size, self.model.paged.room
             if limit and not room.wait(

@@ -76,7 +76,8 @@ class PagedBatchMixin:
         **kwargs: Any,
     ) -> dict[str, GenerationOutput]:
         """As transformers' own, but that errors of a call are raised, and samples follow their first in every version.
-        `**kwargs` are any other settings of a `GenerationConfig`; `warmup` changes nothing.
+        `**kwargs` are any other settings of a `GenerationConfig`, and `adapter_names`, PEFT's, one for each prompt;
+        `warmup` changes nothing.
 
         Returns:
             Results by request id, in the order of the prompts; of several sequences the best first, the others as its
@@ -86,6 +87,10 @@ class PagedBatchMixin:
             ValueError: A setting that there isn't, or that can't be honoured.
         """
         config = self.generation_config if generation_config is None else generation_config
+        adapters = kwargs.pop("adapter_names", None) or [None] * len(inputs)
+        if len(adapters) != len(inputs):
+            raise ValueError(f"got {len(adapters)} adapter_names for {len(inputs)} prompts: give one for each")
+        self.paged.check_adapters([name for name in adapters if name is not None])  # before any prompt runs
         config = with_settings(config, kwargs, "generate_batch()") if kwargs else config
         if not inputs:
             return {}
@@ -104,9 +109,10 @@ class PagedBatchMixin:
             order: dict[str, int] = {}  # of the prompts' ids
             num_each, ahead = total // len(inputs), 2 * self.paged.config.max_num_seqs
             while len(results) < total:
-                new = inputs[len(order) : len(results) // num_each + ahead]
-                for name in manager.add_requests(new, record_timestamps=record_timestamps):
-                    order[name] = len(order)
+                for place in range(len(order), min(len(results) // num_each + ahead, len(inputs))):
+                    given = {"record_timestamps": record_timestamps, "adapter": adapters[place]}
+                    if (name := manager.add_request(inputs[place], **given)) is not None:
+                        order[name] = len(order)
                 if (output := manager.get_result()) is None:
                     break
                 # A manager that was kept may have others'.

@@ -61,6 +61,7 @@ class BatchRequest:
     Attributes:
         request_id: Its id; further sequences are its children, `ID__child#0` on.
         batching: What its manager was told beside the config.
+        adapter: As of `submit()`.
         created_time: As of `time.perf_counter`, like the next.
         start_time: When it was submitted; below 0 before.
         is_over: Its last output is there, or nothing wants one.
@@ -70,6 +71,7 @@ class BatchRequest:
     prompt: Sequence[int]
     config: GenerationConfig
     batching: ContinuousBatchingConfig
+    adapter: str | None = None
     is_streaming: bool = False
     has_timestamps: bool = False
     created_time: float = field(default_factory=time.perf_counter)
@@ -107,7 +109,7 @@ class BatchRequest:
         # "None" would be taken from the model's own config.
         vocab_size = model.get_input_embeddings().num_embeddings
         config.eos_token_id = [token for token in given if token >= 0] or [vocab_size]
-        arguments: dict[str, Any] = {"generation_config": config}
+        arguments: dict[str, Any] = {"generation_config": config, "adapter": self.adapter}
         if self.batching.return_logprobs:
             arguments |= {"logprobs": 0, "logprobs_mode": "processed"}
         if not self.batching.allow_block_sharing:

@@ -211,7 +211,7 @@ class EngineCore:
         """
         adapters, store = self.adapters, self.adapters.store
         with self.transaction():
-            self.weights_key()
+            adapters.look(self.model)
             adapters.check(names)
             if not adapters.is_by_row:
                 return None

@@ -297,7 +297,7 @@ class Engine(Lasting):
         adapters = self.core.adapters
         if names:
             with self.core.transaction():
-                self.core.weights_key()
+                adapters.look(self.core.model)
                 adapters.check(names)
             if not adapters.is_by_row:
                 what = f"requests can't have adapters of their own ({', '.join(names)})"
@@ -322,12 +322,13 @@ class Engine(Lasting):
         if self.ranks is not None:
             raise ValueError("load_adapter() is not for a model that is split between processes (tp_plan)")
         with core.transaction():
-            core.weights_key()
             adapters = core.adapters
+            adapters.look(core.model)
             if adapters.store is None:
                 budget = int(self.config.adapter_space_gib * 2**30)
-                bound = core.bound  # which holds the model weakly
-                adapters.store = AdapterStore(lambda folder: read_adapter(folder, bound.model), budget)
+                bound, runs = core.bound, core.runs  # which hold the model weakly
+                read = partial(read_adapter, are_others_busy=lambda: bool(runs))
+                adapters.store = AdapterStore(lambda folder: read(folder, bound.model), budget)
             if adapters.knows(name):
                 raise ValueError(f"there is an adapter {name!r} already: take another name")
         added = adapters.store.add(name, path)

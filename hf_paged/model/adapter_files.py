@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import re
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -19,6 +20,7 @@ from hf_paged.core.errors import needs
 from hf_paged.kernels.low_rank import LowRank
 from hf_paged.model.peft_layers import INNER
 
+REST = 2.0  # of the time that a layer took to read, while steps run beside it
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _KEY = re.compile(
     r"(.+)\.(lora_A\.weight|lora_B\.weight|lora_B\.bias|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
@@ -61,8 +63,13 @@ class AdapterWeights:
         return sum(tensor.nbytes for tensor in tensors)
 
 
-def read_adapter(path: str | Path, model: nn.Module) -> AdapterWeights:
+def read_adapter(
+    path: str | Path, model: nn.Module, are_others_busy: Callable[[], bool] | None = None
+) -> AdapterWeights:
     """Reads a folder that `PeftModel.save_pretrained` has written, for a model that may carry PEFT's layers already.
+
+    Args:
+        are_others_busy: Whether steps run beside it, which are let through layer by layer; `None`: none do.
 
     Raises:
         ValueError: What lies there is no LoRA adapter for this model, or one of a kind that only PEFT's own code runs.
@@ -74,7 +81,8 @@ def read_adapter(path: str | Path, model: nn.Module) -> AdapterWeights:
     if not file.is_file():
         raise ValueError(f"{file}: there is no such file; adapters are read from safetensors only")
     try:
-        return _Reader(load_file(file), config, model).read()
+        with safe_open(file, "pt") as tensors:
+            return _Reader(tensors, config, model, are_others_busy or (lambda: False)).read()
     except (SafetensorError, ValueError, TypeError, ArithmeticError, re.error) as error:
         raise ValueError(f"{file}: {error}") from error
 
@@ -124,15 +132,16 @@ def _read_config(file: Path) -> Any:
 class _Reader:
     """Finds the place of each of a file's tensors in the model. Its errors begin with the key."""
 
-    tensors: dict[str, Tensor]  # mapped: what is not looked at is not read
+    tensors: Any  # an open file: what is not looked at is not read
     config: Any
     model: Any  # of transformers
+    are_others_busy: Callable[[], bool]
 
     def read(self) -> AdapterWeights:
         weights = AdapterWeights({}, {}, {}, {})
         layers: dict[str, dict[str, str]] = {}  # by their names in the adapter: the keys of their parts
         modules: dict[str, dict[str, str]] = {}
-        for key in self.tensors:
+        for key in self.tensors.keys():  # noqa: SIM118
             plain = key.removeprefix("base_model.model.")
             if match := _KEY.fullmatch(plain):
                 layers.setdefault(match[1], {})[match[2]] = key
@@ -141,7 +150,10 @@ class _Reader:
             else:
                 self._check_same(key, *plain.rpartition(".")[::2])
         for layer, parts in layers.items():
+            started = time.perf_counter()
             self._read_layer(weights, layer, parts)
+            if self.are_others_busy():  # they wait for Python's lock no longer than for one layer
+                time.sleep(REST * (time.perf_counter() - started))
         for module, parts in modules.items():
             self._read_module(weights, module, parts)
         if not layers and not modules:
@@ -216,7 +228,7 @@ class _Reader:
 
     def _tensor(self, key: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor in memory of its own, contiguous and finite, of this dtype, or else in float32 or bfloat16."""
-        mapped = self.tensors[key]
+        mapped = self.tensors.get_tensor(key)
         if mapped.shape != shape:
             raise ValueError(f"{key}: its shape is {list(mapped.shape)}, for this model it has to be {list(shape)}")
         if dtype is None and mapped.dtype not in _DTYPES:

@@ -9,6 +9,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -58,15 +59,19 @@ class Adapter:
         uid: Of no other one in the process, and
         version: how often its weights have changed.
         is_stepped: Whether an optimizer has changed them since they were read.
+        places: Where its tensors lie.
     """
 
     __slots__ = (
         "__weakref__",
+        "_counting",
+        "_find",
         "_read",
         "_samples",
-        "_state",
+        "_versions",
         "is_stepped",
         "name",
+        "places",
         "slot",
         "uid",
         "version",
@@ -75,30 +80,39 @@ class Adapter:
 
     _uids = count(1)
 
-    def __init__(self, name: str, slot: int, read: Callable[[], Weights], uid: Hashable = None) -> None:
-        self.name, self.slot, self._read = name, slot, read
+    def __init__(
+        self,
+        name: str,
+        slot: int,
+        read: Callable[[], Weights],
+        find: Callable[[], list[Tensor]] = list,
+        uid: Hashable = None,
+    ) -> None:
+        """`read` makes its weights, `find` finds the tensors that they are made of, where they may change."""
+        self.name, self.slot, self._read, self._find = name, slot, read, find
         self.uid = next(self._uids) if uid is None else uid
         self.version, self.is_stepped = 0, False
         self.weights = read()
-        self._state, self._samples = self._look()
+        self._look()
 
     @property
     def key(self) -> tuple[Hashable, ...]:
         """Part of the prefix-cache key of its rows."""
         return ("adapter", self.uid, self.version)
 
-    @property
-    def places(self) -> list[tuple[int, ...]]:
-        """Where its tensors lie."""
-        return [(number, address) for number, _, address in self._state]
-
     def has_moved(self) -> bool:
-        """Whether its tensors were written to, as far as they count that."""
-        return self.is_stepped or _versions(self.weights.tensors) != self._state
+        """Whether its tensors were written to, as far as they count that, or put elsewhere: asked for at each step."""
+        return (
+            self.is_stepped
+            or [tensor._version for tensor in self._counting] != self._versions
+            or [tensor.data_ptr() for tensor in self.weights.tensors] != self.places
+        )
 
     def refresh(self) -> bool:
         """Reads its weights anew if they changed since it was last asked; whether they did."""
-        if not self.has_moved() and all(map(torch.equal, _samples(self.weights.tensors), self._samples)):
+        tensors, found = self.weights.tensors, self._find()
+        are_same = len(found) != len(tensors) or all(map(operator.is_, found, tensors))  # else it was deleted
+        if are_same and not self.has_moved() and all(map(torch.equal, _samples(tensors), self._samples)):
             return False
         self.read_again()
         return True
@@ -107,15 +121,15 @@ class Adapter:
         """Reads its weights anew: they are others now."""
         self.is_stepped = False
         self.weights = self._read()
-        self._state, self._samples = self._look()
+        self._look()
         self.version += 1
 
-    def _look(self) -> tuple[list[tuple[int, ...]], list[Tensor]]:
-        return _versions(self.weights.tensors), [own.clone() for own in _samples(self.weights.tensors)]
-
-
-def _versions(tensors: list[Tensor]) -> list[tuple[int, ...]]:
-    return [(id(t), 0 if t.is_inference() else t._version, t.data_ptr()) for t in tensors]
+    def _look(self) -> None:
+        tensors = self.weights.tensors
+        self._counting = [tensor for tensor in tensors if not tensor.is_inference()]
+        self._versions = [tensor._version for tensor in self._counting]
+        self.places = [tensor.data_ptr() for tensor in tensors]
+        self._samples = [own.clone() for own in _samples(tensors)]
 
 
 def _samples(tensors: list[Tensor]) -> list[Tensor]:
@@ -229,7 +243,9 @@ class Adapters:
             self._take_over([adapter])
         else:
             name = " and ".join(dict.fromkeys(name for names in choice for name in names))
-            adapter = self._sets[key] = self._make(name, lambda: _read(self._tuners, choice))
+            tuners = self._tuners
+            read, find = partial(_read, tuners, choice), partial(_tensors, tuners, choice)
+            adapter = self._sets[key] = self._make(name, read, find)
             if len(self._sets) > MOST_KEPT:
                 self._sets.popitem(last=False)
         self._sets.move_to_end(key)
@@ -245,17 +261,22 @@ class Adapters:
         if adapter is None:
             weights = own.weights
             assert weights is not None
-            adapter = self._make(own.name, lambda: self._placed(weights), ("loaded", own.uid), own)
+            adapter = self._make(own.name, lambda: self._placed(weights), list, ("loaded", own.uid), own)
             self._loaded[own.uid] = adapter
             del pinned[name]
         return adapter
 
     def _make(
-        self, name: str, read: Callable[[], Weights], uid: Hashable = None, pinned: Pinned | None = None
+        self,
+        name: str,
+        read: Callable[[], Weights],
+        find: Callable[[], list[Tensor]],
+        uid: Hashable = None,
+        pinned: Pinned | None = None,
     ) -> Adapter:
         self._clear_gone()
         slot = self._free.pop() if self._free else self._num_slots
-        adapter = Adapter(name, slot, read, uid)
+        adapter = Adapter(name, slot, read, find, uid)
         self._num_slots = max(self._num_slots, slot + 1)
         weakref.finalize(adapter, self._gone.append, (slot, pinned))
         self._live.add(adapter)
@@ -435,7 +456,6 @@ def _names(layer: Any) -> list[str]:
 def _read(layers: list[Any], choice: Choice) -> Weights:
     added: dict[int, LowRank] = {}
     whole: dict[int, nn.Module] = {}
-    tensors: list[Tensor] = []
     for layer, names in zip(layers, choice, strict=True):
         if not names:
             continue
@@ -444,5 +464,9 @@ def _read(layers: list[Any], choice: Choice) -> Weights:
             whole[place] = layer.modules_to_save[names[0]]
         else:
             added[place] = peft_layers.added(layer, names)
-        tensors += peft_layers.tensors_of(layer, names)
-    return Weights(added, whole, tensors)
+    return Weights(added, whole, _tensors(layers, choice))
+
+
+def _tensors(layers: list[Any], choice: Choice) -> list[Tensor]:
+    chosen = zip(layers, choice, strict=True)
+    return [tensor for layer, names in chosen if names for tensor in peft_layers.tensors_of(layer, names)]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor
+from transformers import GenerationConfig, LogitsProcessor
 
 import hf_paged
 from helpers.models import build, random_ids
@@ -171,6 +171,29 @@ def test_samples_and_their_seeds() -> None:
         assert request.result(60).sequences == expected("mixed", name, 1, **settings)[:, 14:].tolist()
 
 
+def test_the_batch_api(saved: Callable[[str], dict[str, str]]) -> None:
+    """PEFT's adapters and loaded ones."""
+    model = patched("mixed")
+    inner = model.get_base_model()
+    inner.paged.load_adapter("more", saved("mixed")["one"])
+    asked = [(name, seed) for seed in (1, 2) for name in ("one", "more", BASE, "two")]
+    config = GenerationConfig(**{**OPTIONS, "eos_token_id": -1})
+    given = {"generation_config": config, "adapter_names": [name for name, _ in asked]}
+    results = inner.generate_batch([prompt(seed)[0].tolist() for _, seed in asked], **given)
+    for (name, seed), output in zip(asked, results.values(), strict=True):
+        truth = expected("mixed", "one" if name == "more" else name, seed)[0, 14:].tolist()
+        assert output.generated_tokens == truth, (name, seed)
+    for names, message in ((["one"], "give one for each"), (["one", "none"], "non-existing adapter")):
+        with pytest.raises(ValueError, match=message):
+            inner.generate_batch([[5], [6]], **given | {"adapter_names": names})
+    with inner.continuous_batching_context_manager(config) as manager:
+        with pytest.raises(ValueError, match="non-existing adapter"):
+            manager.add_request([5], adapter="none")
+        name = manager.add_request(prompt(1)[0].tolist(), adapter="two")
+        assert manager.get_result(name).generated_tokens == expected("mixed", "two", 1)[0, 14:].tolist()
+    ended(model)
+
+
 class Same(LogitsProcessor):
     """A caller's own code: transformers' loop runs on its thread."""
 
@@ -282,6 +305,28 @@ def test_an_adapter_that_is_trained_while_requests_run() -> None:
     assert engine.submit(prompt(6)[0], adapter="one", **OPTIONS).result(60).sequences == (
         stock.generate(input_ids=prompt(6), **OPTIONS)[:, 14:].tolist()
     )
+
+
+def test_parameters_that_are_replaced_or_deleted() -> None:
+    """Would break: an adapter known by its tensors, of which a module may have others now, or none."""
+    model, stock = patched("mixed"), copy.deepcopy(stock_of("mixed"))
+    engine = model.get_base_model().paged
+    before = engine.submit(prompt(6)[0], adapter="one", **OPTIONS).result(60)
+    others = {name: -2 * x for name, x in stock.state_dict().items() if ".one." in name}
+    for each in (model, stock):
+        assert not each.load_state_dict(others, strict=False, assign=True).unexpected_keys
+    stock.set_adapter("one")
+    truth = stock.generate(input_ids=prompt(6), **OPTIONS)[:, 14:].tolist()
+    assert engine.submit(prompt(6)[0], adapter="one", **OPTIONS).result(60).sequences == truth != before.sequences
+    engine.pause()
+    request = engine.submit(prompt(6)[0], adapter="one", **OPTIONS)
+    engine.step()
+    model.set_adapter("two")
+    model.delete_adapter("one")
+    engine.resume()
+    assert request.result(60).sequences == truth
+    assert engine.submit(prompt(1)[0], **OPTIONS).result(60).sequences == expected("mixed", "two", 1)[:, 14:].tolist()
+    ended(model)
 
 
 def test_kept_caches_and_scores() -> None:

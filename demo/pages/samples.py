@@ -8,6 +8,7 @@ from typing import Any
 
 import gradio as gr
 
+from ..adapters import can_train, voices
 from ..generation import Sampling
 from ..hub import Hub
 from ..panels import Cards, Notes, cards_value, notes_value
@@ -18,7 +19,7 @@ from ..views import BeamTree, beam_tree_value
 from .chat import at_rest, seed_control
 from .viewer import owner_of, quietly
 
-SAMPLES, BEAMS = "Samples", "Beams"
+SAMPLES, BEAMS, ADAPTERS = "Samples", "Beams", "Adapters"
 EMPTY = "Run it: the sequences share the blocks of their prompt, and copy a block only when they write into it."
 
 
@@ -31,7 +32,8 @@ def samples_page(hub: Hub, last_run: gr.State) -> None:
     """
     prompt = gr.Textbox(long_prompt(), label="Prompt", lines=2, max_lines=8, elem_id="samples-prompt")
     with gr.Row():
-        kind = gr.Radio([SAMPLES, BEAMS], value=SAMPLES, label="What", elem_id="samples-kind", min_width=180)
+        kinds = [SAMPLES, BEAMS, ADAPTERS] if can_train(hub) else [SAMPLES, BEAMS]
+        kind = gr.Radio(kinds, value=SAMPLES, label="What", elem_id="samples-kind", min_width=180)
         count = gr.Slider(2, hub.limits.sequences, 4, step=1, label="How many", min_width=160)
         new_tokens = gr.Slider(
             1, hub.limits.new_tokens, min(48, hub.limits.new_tokens), step=1, label="New tokens", min_width=160
@@ -59,8 +61,12 @@ def samples_page(hub: Hub, last_run: gr.State) -> None:
         seed: float | None,
     ) -> AsyncIterator[list[Any]]:
         sampling = Sampling.checked(hub.limits, new_tokens, temperature, seed=seed)
-        search = samples if kind == SAMPLES else beams
-        async with aclosing(search(hub, owner_of(request), prompt, int(count), sampling)) as states:
+        if kind == ADAPTERS:
+            running = voices(hub, owner_of(request), prompt, sampling)
+        else:
+            search = samples if kind == SAMPLES else beams
+            running = search(hub, owner_of(request), prompt, int(count), sampling)
+        async with aclosing(running) as states:
             async for state in states:
                 yield [
                     notes_value(_notes(state)),
@@ -72,8 +78,8 @@ def samples_page(hub: Hub, last_run: gr.State) -> None:
                 ]
 
     def on_stop(request: gr.Request) -> None:
-        hub.cancel(owner_of(request), "samples")
-        hub.cancel(owner_of(request), "beams")
+        for kind in ("samples", "beams", "adapter"):
+            hub.cancel(owner_of(request), kind)
 
     run.click(
         on_run,

@@ -218,6 +218,17 @@ def test_samples_beams_and_their_memory(app: Any, hub: Hub, open_tab: OpenTab) -
     page.keyboard.press("ArrowRight")
     expect(tree.locator(".kv-told")).to_contain_text("Sum of log-probabilities")
 
+    page.locator("#samples-kind").get_by_text("Adapters").click()
+    page.locator("#samples-prompt textarea").fill("The old man")
+    page.locator("#samples-run").click()
+    expect(page.locator("#samples-sharing")).to_contain_text("3 requests in the same")
+    expect(page.locator("#samples-run")).to_be_enabled()
+    cards = page.locator("#samples-cards article")
+    expect(cards).to_have_count(3)
+    expect(cards.nth(1)).to_contain_text(re.compile("ship|sea|rope|stars|sailor"))
+    expect(cards.nth(2)).to_contain_text(re.compile("soup|bread|dish|table|cook"))
+    expect(tree).to_be_hidden()
+
     open_page_tab(page, "Memory")
     page.locator("#memory-compare").click()
     expect(page.locator("#memory-summary")).to_contain_text("times that")

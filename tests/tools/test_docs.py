@@ -11,6 +11,7 @@ from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 from transformers import LogitsProcessor
@@ -67,7 +68,7 @@ class BaseLLM:
 
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
 @pytest.mark.parametrize(("page", "language", "code"), BLOCKS)
-def test_code(page: Path, language: str, code: str) -> None:
+def test_code(page: Path, language: str, code: str, tmp_path: Path) -> None:
     """Would break: a block that shows a call which transformers or hf_paged refuses, or a make target that is gone."""
     targets = re.findall(r"^([\w.-]+)(?: [\w. -]+)?:(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert set(re.findall(r"^make ([\w.-]+)", code, re.MULTILINE)) <= set(targets)
@@ -83,12 +84,14 @@ def test_code(page: Path, language: str, code: str) -> None:
     said = model.generate(**inputs)
     if page.name == "howto.md":
         hf_paged.patch(model)
+    if "lora_folder" in code:
+        peft.get_peft_model(tiny_lm(), peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path)
     second = {"input_ids": torch.cat([said, inputs["input_ids"]], dim=1)}
     given = {
         "hf_paged": hf_paged, "torch": torch, "Thread": Thread, "Any": Any, "BaseLLM": BaseLLM,
         "MyProcessor": MyProcessor, "LLMResult": SimpleNamespace, "Generation": SimpleNamespace,
         "name": str(TINY_LM), "model": model, "other_model": tiny_lm(), "tokenizer": tokenizer, "s": None,
-        "inputs": inputs, "ids": inputs["input_ids"][0].tolist(), "first_turn": inputs,
+        "lora_folder": tmp_path, "inputs": inputs, "ids": inputs["input_ids"][0].tolist(), "first_turn": inputs,
         "with_second_turn": second, "batch": encode("The old king of", "The door"),
         "thousands_of_prompts": [[1, 5, 6], [1, 7]], "hundreds_of_prompts": ["The old king of", "The door"],
     }  # fmt: skip

@@ -215,13 +215,13 @@ class EngineCore:
             adapters.check(names)
             if not adapters.is_by_row:
                 return None
-            wanted = {name for name in names if adapters.is_loaded(name)}
+            wanted = [name for name in dict.fromkeys(names) if adapters.is_loaded(name)]
         pinned: dict[str, Pinned] = {}
         try:
             for name in wanted:
                 pinned[name] = store.pin(name)  # type: ignore[union-attr]  # beside steps: it may read files
             with self.transaction():
-                return tuple(adapters.named(names, pinned))
+                return tuple(adapters.named(names, pinned, self.model))
         finally:
             for own in pinned.values():
                 store.unpin(own)  # type: ignore[union-attr]

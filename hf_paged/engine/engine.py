@@ -331,14 +331,7 @@ class Engine(Lasting):
                 adapters.store = AdapterStore(lambda folder: read(folder, bound.model), budget)
             if adapters.knows(name):
                 raise ValueError(f"there is an adapter {name!r} already: take another name")
-        added = adapters.store.add(name, path)
-        try:
-            weights = adapters.store.get(name)
-            with core.transaction():
-                adapters.know(core.model, weights)
-        except BaseException:
-            adapters.store.remove(added.name)
-            raise
+        adapters.store.add(name, path)
 
     def unload_adapter(self, name: str) -> None:
         """Forgets an adapter that was loaded; requests that have it go on.

@@ -65,8 +65,8 @@ class Table:
     def grown(self, num_slots: int) -> Table:
         """A table of more slots with the same entries; this one stays as it is, for calls that are under way."""
         table = Table(num_slots)
-        for slot, entry in enumerate(self._held):
-            table.put(slot, entry)
+        ctypes.memmove(table.address, self.address, ctypes.sizeof(self._adapters))
+        table._held[: len(self)], table.shape = self._held, self.shape
         return table
 
     def put(self, slot: int, entry: LowRank | None) -> None:

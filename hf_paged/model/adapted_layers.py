@@ -85,21 +85,21 @@ class AdaptedLayer(ModuleOverride):
         self.before: Any = None
 
     def put(self, slot: int, added: LowRank | None, whole: nn.Module | None) -> None:
-        """Sets what an adapter does here, in the place of what another one did that had its slot."""
-        if self.added.pop(slot, None) is not None and not self.table.has(slot):
-            self.num_by_torch -= 1
-        self.whole.pop(slot, None)
-        if slot >= len(self.table):
-            self.table = self.table.grown(2 * slot)
-        self.table.put(slot, None)
-        if whole is not None:
-            self.whole[slot] = whole
-        if added is not None:
-            self.added[slot] = added
-            try:
-                self.table.put(slot, added)
-            except InputError:  # an embedding, or one that torch adds
-                self.num_by_torch += 1
+        """Sets what an adapter does here, in the place of what it, or another one that had its slot, did before.
+
+        A step that is under way reads either, and holds what it reads.
+        """
+        table = self.table
+        if slot >= len(table) or table.has(slot):
+            table = table.grown(max(len(table), 2 * slot))
+        try:
+            table.put(slot, added)
+        except InputError:  # an embedding, or one that torch adds
+            table.put(slot, None)
+        self.table = table
+        self.added.pop(slot, None) if added is None else self.added.update({slot: added})
+        self.whole.pop(slot, None) if whole is None else self.whole.update({slot: whole})
+        self.num_by_torch = sum(not table.has(each) for each in self.added)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if has_hooks(self.module):

@@ -28,6 +28,7 @@ _KEY = re.compile(
 # Initialisations that leave the base weights alone. Others, such as PiSSA, take out of them what A and B start with.
 _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal", "mica")
 _DTYPES = {torch.bfloat16: torch.bfloat16} | dict.fromkeys((torch.float16, torch.float32, torch.float64), torch.float32)
+_FAULTS = (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError)  # of files with anything in them
 _OTHER_WAYS = ("megatron_config", "use_qalora", "use_bdlora", "arrow_config", "monteclora_config", "velora_config")
 _FOREIGN = dict.fromkeys(_OTHER_WAYS, "its layers compute in another way") | {
     "alora_invocation_tokens": "it changes only the tokens behind an invocation",
@@ -83,7 +84,7 @@ def read_adapter(
     try:
         with safe_open(file, "pt") as tensors:
             return _Reader(tensors, config, model, are_others_busy or (lambda: False)).read()
-    except (SafetensorError, ValueError, TypeError, ArithmeticError, re.error) as error:
+    except (SafetensorError, *_FAULTS, ArithmeticError, re.error) as error:
         raise ValueError(f"{file}: {error}") from error
 
 
@@ -112,7 +113,7 @@ def _read_config(file: Path) -> Any:
         raise ValueError(f"{file}: there is no such file; an adapter is a folder as PEFT's save_pretrained() leaves it")
     try:
         config = PeftConfig.from_pretrained(str(file.parent))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except _FAULTS as error:
         raise ValueError(f"{file}: not the settings of an adapter: {type(error).__name__}: {error}") from error
     if config.peft_type != "LORA":
         kind = getattr(config.peft_type, "value", config.peft_type)

@@ -88,15 +88,6 @@ class AdapterStore:
             del self._known[name]
             self._settle(adapter)
 
-    def get(self, name: str) -> AdapterWeights:
-        """An adapter's weights, read if they are not in memory. Raises as `pin` does."""
-        adapter = self.pin(name)
-        try:
-            assert adapter.weights is not None
-            return adapter.weights
-        finally:
-            self.unpin(adapter)
-
     def pin(self, name: str) -> Adapter:
         """Brings an adapter's weights into memory, where they stay until `unpin` is called as often.
 

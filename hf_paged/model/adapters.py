@@ -83,13 +83,12 @@ class Adapter:
     def __init__(
         self,
         name: str,
-        slot: int,
         read: Callable[[], Weights],
         find: Callable[[], list[Tensor]] = list,
         uid: Hashable = None,
     ) -> None:
         """`read` makes its weights, `find` finds the tensors that they are made of, where they may change."""
-        self.name, self.slot, self._read, self._find = name, slot, read, find
+        self.name, self.slot, self._read, self._find = name, -1, read, find
         self.uid = next(self._uids) if uid is None else uid
         self.version, self.is_stepped = 0, False
         self.weights = read()
@@ -175,10 +174,12 @@ class Adapters:
             self._tuners = tuners
             self._sets.clear()
             self._set_layers()
-        self.why_own_code = next((why for layer in tuners if (why := peft_layers.why_own_code(layer))), None)
-        if tuners and not self._is_whole:
-            self.why_own_code = "the model is split between processes (tp_plan)"
-        return modules if self.why_own_code is None else all_modules(model)
+        self.why_own_code = peft_layers.why_shared(tuners, self._is_whole)
+        return modules if self.is_by_row else all_modules(model)
+
+    def modules(self, model: nn.Module) -> list[nn.Module]:
+        """The same modules, as of the last look: any thread may ask."""
+        return peft_layers.shared_modules(model) if self.is_by_row else all_modules(model)
 
     @property
     def is_by_row(self) -> bool:
@@ -212,11 +213,12 @@ class Adapters:
         """Whether it was loaded by `load`."""
         return self.store is not None and name in self.store
 
-    def named(self, names: Sequence[str], pinned: dict[str, Pinned]) -> list[Adapter | None]:
+    def named(self, names: Sequence[str], pinned: dict[str, Pinned], model: nn.Module) -> list[Adapter | None]:
         """Those of these names; `"__base__"`: none.
 
         Args:
             pinned: Those of the store. What is taken out of it is unpinned when nothing refers to it any more.
+            model: Whose they are.
 
         Raises:
             ValueError: There are none of such names, or they can't be chosen by row now.
@@ -231,7 +233,7 @@ class Adapters:
             for name in dict.fromkeys(names)
             if name != BASE and name not in pinned
         }
-        found |= {name: self._of_store(name, pinned) for name in list(pinned)}
+        found |= {name: self._of_store(name, pinned, model) for name in list(pinned)}
         return [found.get(name) for name in names]
 
     def _of(self, choice: Choice) -> Adapter | None:
@@ -254,13 +256,14 @@ class Adapters:
     def _key(self, choice: Choice) -> Hashable:
         return choice, tuple([peft_layers.scales(*own) for own in zip(self._tuners, choice, strict=True)])
 
-    def _of_store(self, name: str, pinned: dict[str, Pinned]) -> Adapter:
+    def _of_store(self, name: str, pinned: dict[str, Pinned], model: nn.Module) -> Adapter:
         """Takes what is pinned over, but for what has been already: once is enough."""
         own = pinned[name]
         adapter = self._loaded.get(own.uid)
         if adapter is None:
             weights = own.weights
             assert weights is not None
+            self._know(model, weights)
             adapter = self._make(own.name, lambda: self._placed(weights), list, ("loaded", own.uid), own)
             self._loaded[own.uid] = adapter
             del pinned[name]
@@ -275,8 +278,8 @@ class Adapters:
         pinned: Pinned | None = None,
     ) -> Adapter:
         self._clear_gone()
-        slot = self._free.pop() if self._free else self._num_slots
-        adapter = Adapter(name, slot, read, find, uid)
+        adapter = Adapter(name, read, find, uid)
+        adapter.slot = slot = self._free.pop() if self._free else self._num_slots
         self._num_slots = max(self._num_slots, slot + 1)
         weakref.finalize(adapter, self._gone.append, (slot, pinned))
         self._live.add(adapter)
@@ -309,7 +312,7 @@ class Adapters:
 
     # Loaded ones
 
-    def know(self, model: nn.Module, weights: AdapterWeights) -> None:
+    def _know(self, model: nn.Module, weights: AdapterWeights) -> None:
         """Prepares the layers that a loaded adapter names, if none has before. A step may be running."""
         known = {id(layer.base) for layer in self._layers}
         for name in map(peft_layers.bare_name, (*weights.linears, *weights.embeddings, *weights.saved)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +85,19 @@ def why_own_code(layer: Any) -> str | None:
     return f"{name} has a {odd[0]}" if odd else None
 
 
+def why_shared(tuners: Iterable[Any], is_whole: bool) -> str | None:
+    """Why all rows of a step have the same adapters, of these layers; `None`: each may have its own.
+
+    Args:
+        tuners: PEFT's layers of a model.
+        is_whole: It is not split between processes.
+    """
+    tuners = list(tuners)
+    if tuners and not is_whole:
+        return "the model is split between processes (tp_plan)"
+    return next((why for layer in tuners if (why := why_own_code(layer))), None)
+
+
 def own_names(layer: Any, names: Sequence[str]) -> tuple[str, ...]:
     """Those of some adapters' names that have something in a layer."""
     if is_wrapper(layer):
@@ -110,7 +123,7 @@ def is_merged(layer: Any) -> bool:
 def tensors_of(layer: Any, names: Sequence[str]) -> list[Tensor]:
     """What adapters keep in a layer, and what else is part of `added`."""
     if is_wrapper(layer):
-        kept = [layer.modules_to_save[name] for name in names]
+        kept = [layer.modules_to_save[name] for name in names if name in layer.modules_to_save]
         return [tensor for own in kept for tensor in (*own.parameters(), *own.buffers())]
     tables = [getattr(layer, table) for table in type(layer).adapter_layer_names if hasattr(layer, table)]
     kept = [table[name] for table in tables for name in names if name in table]

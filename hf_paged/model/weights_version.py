@@ -156,6 +156,10 @@ class WeightsVersion(Lasting):
         """Those that the state is of."""
         return all_modules(model) if self._adapters is None else self._adapters.look(model)
 
+    def _modules_now(self, model: nn.Module) -> list[nn.Module]:
+        """The same on any thread, between two calls of `key`."""
+        return all_modules(model) if self._adapters is None else self._adapters.modules(model)
+
     def _active(self, tuners: list[Any]) -> Hashable:
         """Of PEFT's layers what is the same for all rows."""
         if self._adapters is not None and self._adapters.is_by_row:
@@ -317,7 +321,7 @@ class WeightsVersion(Lasting):
         """Finds all hooks, also those of modules that are new in the model."""
         model = self._model()
         if model is not None:
-            self.hooks.look(model, self._modules(model))
+            self.hooks.look(model, self._modules_now(model))
 
     def _current_hooks(self) -> HookWatch:
         if self.hooks.is_outdated:
@@ -353,7 +357,7 @@ class WeightsVersion(Lasting):
         """Called after every step of every optimizer in the process."""
         if (model := self._model()) is not None:
             stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            own = {id(each) for module in self._modules(model) for each in module._parameters.values()}
+            own = {id(each) for module in self._modules_now(model) for each in module._parameters.values()}
             self._was_stepped = any(id(parameter) in own for parameter in stepped)
             if self._adapters is not None:
                 self._adapters.note_step(stepped)

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from hf_paged.server.errors import ApiError, bad_field
 from hf_paged.server.schemas import Body
-from hf_paged.server.serving import LONG, Serving
+from hf_paged.server.serving import Serving
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^\S(.*\S)?$")]
@@ -32,29 +32,29 @@ class UnloadAdapterRequest(Body):
 async def load(serving: Serving, request: Request) -> Any:
     """An adapter becomes a model of its own."""
     body = await serving.body(request, LoadAdapterRequest)
-    await serving.in_thread(_load, serving, body, size=LONG)
+    await serving.in_turn(_load, serving, body)
     return {"status": "ok", "id": body.lora_name, "parent": serving.model_name}
 
 
 async def unload(serving: Serving, request: Request) -> Any:
     """An adapter is a model no more."""
     name = (await serving.body(request, UnloadAdapterRequest)).lora_name
-    await serving.in_thread(_unload, serving, name, size=LONG)
+    await serving.in_turn(_unload, serving, name)
     return {"status": "ok", "id": name}
 
 
-# Both on the one thread for what takes long: one after the other.
-
-
 def _load(serving: Serving, body: LoadAdapterRequest) -> None:
-    if body.lora_name in serving.model_names:
+    _, *others = serving.model_names
+    if serving.has(body.lora_name):
         raise bad_field("lora_name", f"there is a model {body.lora_name!r} already: unload it, or take another name")
+    if len(others) >= serving.settings.max_adapters:
+        raise bad_field("lora_name", f"there are {len(others)} adapters, the most that this server takes: unload some")
     folder = inside(serving.settings.adapter_dir or "", body.lora_path)
     try:
         serving.engine.load_adapter(body.lora_name, folder)
     except ValueError as error:
-        raise bad_field("lora_path", str(error)) from None
-    serving.note_adapter(body.lora_name)
+        raise bad_field("lora_path", str(error).replace(str(folder), body.lora_path)) from None
+    serving.note_adapters([*others, body.lora_name])
 
 
 def _unload(serving: Serving, name: str) -> None:
@@ -62,7 +62,7 @@ def _unload(serving: Serving, name: str) -> None:
         serving.engine.unload_adapter(name)
     except ValueError as error:
         raise ApiError(404, f"lora_name: {error}", "lora_name", "model_not_found") from None
-    serving.note_adapter(name, is_there=False)
+    serving.note_adapters([each for each in serving.model_names[1:] if each != name])
 
 
 def inside(directory: str | Path, path: str) -> Path:
@@ -74,7 +74,7 @@ def inside(directory: str | Path, path: str) -> Path:
     root = Path(directory).resolve()
     try:
         found = (root / path).resolve(strict=True)
-        if all(each.resolve().is_relative_to(root) for each in (found, *found.iterdir())):
+        if found.is_relative_to(root) and all(each.resolve().is_relative_to(root) for each in found.iterdir()):
             return found
     except (OSError, ValueError, RuntimeError):  # none of this name, a name that none is, links in a circle
         pass

@@ -119,7 +119,7 @@ async def _models(serving: Serving, _request: Request) -> Any:
 async def _model(serving: Serving, request: Request) -> Any:
     """One of them."""
     name = request.path_params["name"]
-    if name not in serving.model_names:
+    if not serving.has(name):
         raise ApiError(404, f"there is no model {name!r:.200}", "model", "model_not_found")
     return _described(serving, name)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
@@ -44,7 +44,6 @@ NEUTRAL = {
 OPENAPI, DOCS = "/openapi.json", "/docs"
 WITHOUT_KEY = ("/health", "/ready", DOCS, OPENAPI)
 QUICK = 1 << 14  # characters of a request that are made token ids of in some milliseconds
-LONG = QUICK + 1
 ERROR_SECONDS = 0.01  # before an error is told: a client that makes nothing else makes fewer of them
 CHARACTERS_PER_TOKEN = 32  # more than any text has on average
 
@@ -77,7 +76,7 @@ class Serving:
         self.prompts = Prompts(tokenizer, self.vocab_size, settings, processor, model, self._max_characters)
         self.names = TokenNames(tokenizer)
         self.engine.check_adapters(settings.adapters)
-        self._adapters: tuple[str, ...] = tuple(settings.adapters)
+        self._adapters = dict.fromkeys(settings.adapters)  # replaced, never changed
         self.metrics = Metrics(self.engine, self.model_name)
         self.requests = RequestTable()
         self.is_draining = False
@@ -85,6 +84,7 @@ class Serving:
         self._lock = threading.Lock()
         self._quick = ThreadPoolExecutor(2, thread_name_prefix="hf_paged_server")
         self._slow = ThreadPoolExecutor(1, thread_name_prefix="hf_paged_server_slow")
+        self._loading = ThreadPoolExecutor(1, thread_name_prefix="hf_paged_server_loading")
         self._num_starting = 0
         self._pace = Pace()
         self._end_listening = self.engine.on_step(self._flush)
@@ -109,7 +109,7 @@ class Serving:
             raise ApiError(503, "the server ends", code="draining", headers={"Retry-After": "5"})
         body = request.state.body = await read_body(request, kind, self.settings, self._pace)
         model = getattr(body, "model", None)
-        if model not in (None, *self.model_names):
+        if model is not None and not self.has(model):
             names, more = self.model_names[:8], ", ..." if self.model_names[8:] else ""
             message = f"there is no model {model!r:.200}: this server has {', '.join(map(repr, names))}{more}"
             raise ApiError(404, message, "model", "model_not_found")
@@ -120,11 +120,17 @@ class Serving:
         """What may be asked for: the model, and its adapters."""
         return (self.model_name, *self._adapters)
 
-    def note_adapter(self, name: str, is_there: bool = True) -> None:
-        """Takes note of an adapter that was loaded, or unloaded. Any thread may call."""
-        with self._lock:
-            others = tuple([each for each in self._adapters if each != name])
-            self._adapters = (*others, name) if is_there else others
+    def has(self, name: str) -> bool:
+        """Whether there is such a model."""
+        return name == self.model_name or name in self._adapters
+
+    def note_adapters(self, names: Iterable[str]) -> None:
+        """Takes note of which adapters there are now."""
+        self._adapters = dict.fromkeys(names)
+
+    async def in_turn(self, work: Callable[..., T], *arguments: Any) -> T:
+        """What `work` returns, which loads or unloads an adapter: one at a time, beside everything else."""
+        return await asyncio.get_running_loop().run_in_executor(self._loading, work, *arguments)
 
     def _max_characters(self) -> int:
         """Of one prompt: a longer one has more tokens than it may, and isn't tokenized to say so."""
@@ -217,7 +223,7 @@ class Serving:
         """The adapter that a request asks for, by `submit`'s name for it."""
         if not (self._adapters or self.settings.adapter_dir):
             return None
-        return body.model if body.model in self._adapters else "__base__"
+        return "__base__" if body.model in (None, self.model_name) else body.model  # also if it is gone by now
 
     def _arguments(self, body: SamplingBody, num_prompt_tokens: int, most: int) -> dict[str, Any]:
         room = min(self.max_model_len, num_prompt_tokens + most)
@@ -269,7 +275,7 @@ class Serving:
         self.is_draining = True
         self._end_listening()
         self._formats.close()
-        for threads in (self._quick, self._slow):
+        for threads in (self._quick, self._slow, self._loading):
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _flush(self) -> None:

@@ -42,6 +42,7 @@ class ServerSettings:
         adapters: Adapters of a `PeftModel`, or of `load_adapter`, each a model of its own name; `model_name` is the
             model without them.
         adapter_dir: A folder from which clients that have a key may load more adapters; `None`: they may not.
+        max_adapters: As many may be known then.
         public_docs: `/docs` and `/openapi.json` are there although keys are needed.
         cors_origins: Origins whose pages may call; none: no page of another origin may.
     """
@@ -66,6 +67,7 @@ class ServerSettings:
     chat_template: str | None = None
     adapters: Sequence[str] = ()
     adapter_dir: str | Path | None = None
+    max_adapters: int = 10_000
     public_docs: bool = False
     cors_origins: Sequence[str] = ()
 

@@ -307,9 +307,10 @@ def test_an_adapter_that_is_trained_while_requests_run() -> None:
     )
 
 
-def test_parameters_that_are_replaced_or_deleted() -> None:
+@pytest.mark.parametrize("kind", ["mixed", "saved"])
+def test_parameters_that_are_replaced_or_deleted(kind: str) -> None:
     """Would break: an adapter known by its tensors, of which a module may have others now, or none."""
-    model, stock = patched("mixed"), copy.deepcopy(stock_of("mixed"))
+    model, stock = patched(kind), copy.deepcopy(stock_of(kind))
     engine = model.get_base_model().paged
     before = engine.submit(prompt(6)[0], adapter="one", **OPTIONS).result(60)
     others = {name: -2 * x for name, x in stock.state_dict().items() if ".one." in name}
@@ -324,8 +325,9 @@ def test_parameters_that_are_replaced_or_deleted() -> None:
     model.set_adapter("two")
     model.delete_adapter("one")
     engine.resume()
+    more = engine.submit(prompt(1)[0], **OPTIONS)
     assert request.result(60).sequences == truth
-    assert engine.submit(prompt(1)[0], **OPTIONS).result(60).sequences == expected("mixed", "two", 1)[:, 14:].tolist()
+    assert more.result(60).sequences == expected(kind, "two", 1)[:, 14:].tolist()
     ended(model)
 
 

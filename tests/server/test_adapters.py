@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from helpers.models import tiny_lm, tiny_tokenizer
 from helpers.serving import Served, serving
 from helpers.waiting import join
 from hf_paged.server import create_app, run
+from hf_paged.server.prompts import Prompts
 from hf_paged.server.settings import ServerSettings
 from hf_paged.tools import cli
 
@@ -212,6 +214,31 @@ def test_loaded_while_it_runs(folder: Path) -> None:
         served.settle()
 
 
+def test_an_adapter_that_goes_while_a_request_is_prepared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: the base model's text as an answer of the adapter."""
+    settings = ServerSettings(model_name="base", adapter_dir=folder, api_keys=("secret",))
+    with serving(settings) as served:
+        assert served.post(LOAD, {"lora_name": "x", "lora_path": "one"}).status_code == 200
+        prompts, of_text = served.server.config.app.state.serving.prompts, Prompts.of_text
+
+        def slowly(*arguments: Any) -> Any:
+            assert served.post(UNLOAD, {"lora_name": "x"}).status_code == 200
+            return of_text(prompts, *arguments)
+
+        monkeypatch.setattr(prompts, "of_text", slowly)
+        reply = served.post("/v1/completions", {"prompt": "A", "model": "x", "max_tokens": 2})
+        assert reply.status_code == 400 and "non-existing adapter" in reply.json()["error"]["message"]
+        served.settle()
+
+
+def test_the_most_adapters(folder: Path) -> None:
+    model = hf_paged.patch(tiny_lm(), num_blocks=64)
+    app = create_app(model, tiny_tokenizer(), adapter_dir=folder, api_keys=["secret"], max_adapters=1)
+    with TestClient(app, headers={"Authorization": "Bearer secret"}) as client:
+        found = [client.post(LOAD, json={"lora_name": name, "lora_path": "one"}) for name in ("x", "y")]
+        assert [reply.status_code for reply in found] == [200, 400] and "the most" in found[1].text
+
+
 @pytest.mark.parametrize(
     ("path", "why"),
     [
@@ -223,19 +250,27 @@ def test_loaded_while_it_runs(folder: Path) -> None:
         (".", "inside"),
         ("empty", "adapter_config.json"),
         ("broken", "lora_A"),
+        ("odd", "safetensors"),
     ],
 )
-def test_what_is_not_loaded(path: str, why: str, folder: Path) -> None:
+def test_what_is_not_loaded(path: str, why: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would break: a server that reads what lies elsewhere, or says what does."""
     broken = shutil.copytree(folder / "one", folder / "broken") / "adapter_model.safetensors"
     save_file({key: x[:, :3].contiguous() for key, x in load_file(broken).items()}, broken)
+    settings = shutil.copytree(folder / "one", folder / "odd") / "adapter_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"rank_pattern": []}))
+    listed: list[Path] = []
+    with_names = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda self: (listed.append(self), with_names(self))[1])
     model = hf_paged.patch(tiny_lm(), num_blocks=64)
     app = create_app(model, tiny_tokenizer(), adapter_dir=folder, api_keys=["secret"])
     key = {"Authorization": "Bearer secret"}
     with TestClient(app, raise_server_exceptions=True) as client:
         error = client.post(LOAD, json={"lora_name": "x", "lora_path": path}, headers=key)
         assert error.status_code == 400 and error.json()["error"]["param"] == "lora_path"
-        assert why in error.json()["error"]["message"] and "outside/" not in error.json()["error"]["message"]
+        message = error.json()["error"]["message"]
+        assert why in message and "outside/" not in message and str(folder) not in message
+        assert all(each.is_relative_to(folder) for each in listed)
         assert client.post(LOAD, json={"lora_name": "x", "lora_path": "one"}).status_code == 401
         assert len(client.get("/v1/models", headers=key).json()["data"]) == 1
         for name in ("", " x", 3, None):

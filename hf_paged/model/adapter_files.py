@@ -20,7 +20,7 @@ from hf_paged.core.errors import needs
 from hf_paged.kernels.low_rank import LowRank
 from hf_paged.model.peft_layers import INNER
 
-REST = 2.0  # of the time that a layer took to read, while steps run beside it
+PIECE_SECONDS = 0.001  # of reading, while steps run beside it, which wait so long for Python's lock at most
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _KEY = re.compile(
     r"(.+)\.(lora_A\.weight|lora_B\.weight|lora_B\.bias|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
@@ -70,7 +70,7 @@ def read_adapter(
     """Reads a folder that `PeftModel.save_pretrained` has written, for a model that may carry PEFT's layers already.
 
     Args:
-        are_others_busy: Whether steps run beside it, which are let through layer by layer; `None`: none do.
+        are_others_busy: Whether steps run beside it, which are let through again and again; `None`: none do.
 
     Raises:
         ValueError: What lies there is no LoRA adapter for this model, or one of a kind that only PEFT's own code runs.
@@ -150,11 +150,12 @@ class _Reader:
                 modules.setdefault(module, {})[plain[len(module) + 1 :]] = key
             else:
                 self._check_same(key, *plain.rpartition(".")[::2])
+        rested = time.perf_counter()
         for layer, parts in layers.items():
-            started = time.perf_counter()
             self._read_layer(weights, layer, parts)
-            if self.are_others_busy():  # they wait for Python's lock no longer than for one layer
-                time.sleep(REST * (time.perf_counter() - started))
+            if (seconds := time.perf_counter() - rested) > PIECE_SECONDS and self.are_others_busy():
+                time.sleep(seconds)
+                rested = time.perf_counter()
         for module, parts in modules.items():
             self._read_module(weights, module, parts)
         if not layers and not modules:

@@ -69,7 +69,7 @@ def generate(model: Any, batch: Batch, **more: Any) -> Any:
 
 
 def two_turns(model: Any, batch: Batch) -> Any:
-    is_paged = hasattr(model, "paged")
+    is_paged = hasattr(model, "paged") and not model.paged.traits.runs_stock
     cache = hf_paged.PagedCache(model) if is_paged else DynamicCache(config=model.config)
     first = model.generate(**row_of(batch, 0), **NEW, past_key_values=cache)
     text = torch.cat([first, torch.tensor([[7, 8, 9]])], dim=1)

@@ -110,8 +110,10 @@ class Adapter:
     def refresh(self) -> bool:
         """Reads its weights anew if they changed since it was last asked; whether they did."""
         tensors, found = self.weights.tensors, self._find()
-        are_same = len(found) != len(tensors) or all(map(operator.is_, found, tensors))  # else it was deleted
-        if are_same and not self.has_moved() and all(map(torch.equal, _samples(tensors), self._samples)):
+        if len(found) != len(tensors):  # it was deleted: the rows that have it keep it
+            return False
+        are_same = all(map(operator.is_, found, tensors)) and not self.has_moved()
+        if are_same and all(map(torch.equal, _samples(tensors), self._samples)):
             return False
         self.read_again()
         return True

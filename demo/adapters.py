@@ -46,10 +46,13 @@ async def voices(hub: Hub, owner: str, prompt: str, sampling: Sampling) -> Async
     prompt_ids = await asyncio.to_thread(encode, hub.loaded, prompt)
     yield Branches("the batch of adapters", sharing=TRAINING if _folder is None else "")
     await asyncio.to_thread(_make_known, hub)
-    arguments, before = sampling.arguments(hub.loaded), hub.stats().num_steps
+    hub.limits.check_requests(len(hub.tickets), 1 + len(STYLES))
+    given = {"prompt_ids": prompt_ids, "seed": sampling.seed, **sampling.arguments(hub.loaded)}
+    requests = [given | {"adapter": name} for name in (BASE, *STYLES)]
+    before = hub.stats().num_steps
     tickets: list[Ticket] = []
     try:
-        tickets = await in_thread(lambda: _submit(hub, owner, prompt_ids, sampling, arguments), lambda t: cancel(*t))
+        tickets = await in_thread(lambda: hub.submit_all("adapter", owner, requests), lambda found: cancel(*found))
         record = RunRecord.begin(hub, tickets, sampling.max_new_tokens)
         results = asyncio.gather(*(ticket.request for ticket in tickets), return_exceptions=True)
         while not results.done():
@@ -62,18 +65,6 @@ async def voices(hub: Hub, owner: str, prompt: str, sampling: Sampling) -> Async
     record.end(outputs)
     is_whole = all(output.finish_reason != "cancelled" for output in outputs)
     yield _seen(hub, tickets, before, record if is_whole else None, is_done=True)
-
-
-def _submit(hub: Hub, owner: str, prompt_ids: list[int], sampling: Sampling, arguments: dict[str, Any]) -> list[Ticket]:
-    hub.limits.check_requests(len(hub.tickets), 1 + len(STYLES))
-    tickets: list[Ticket] = []
-    try:
-        for name in (BASE, *STYLES):
-            tickets.append(hub.submit("adapter", owner, prompt_ids, seed=sampling.seed, adapter=name, **arguments))
-    except BaseException:
-        cancel(*tickets)
-        raise
-    return tickets
 
 
 def _seen(

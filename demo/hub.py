@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,6 +153,17 @@ class Hub:
         request.on_done(lambda: self.tickets.pop(label, None))  # on the worker, which must not wait: no lock
         self.pacer.wake()
         return ticket
+
+    def submit_all(self, kind: str, owner: str, requests: Iterable[dict[str, Any]]) -> list[Ticket]:
+        """Queues several requests, each with arguments of `submit`: all, or none. Raises as `submit` does."""
+        tickets: list[Ticket] = []
+        try:
+            for each in requests:
+                tickets.append(self.submit(kind, owner, **each))
+        except BaseException:
+            cancel(*tickets)
+            raise
+        return tickets
 
     def cancel(self, owner: str | None = None, kind: str | None = None) -> int:
         """Cancels requests, of one owner or of all, and returns how many."""

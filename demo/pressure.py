@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,7 +105,8 @@ async def burst(
     tickets: list[Ticket] = []
     try:
         tickets = await in_thread(
-            lambda: _submit_all(hub, owner, prompts, sampling, arguments), lambda found: cancel(*found)
+            lambda: hub.submit_all("burst", owner, _requests(prompts, sampling, arguments)),
+            lambda found: cancel(*found),
         )
         async for state in _follow(hub, tickets, sampling):
             yield state
@@ -117,18 +118,10 @@ def _prompts(hub: Hub, count: int, room: int) -> list[list[int]]:
     return choose_prompts([encode(hub.loaded, text) for text in embedded_prompts()], count, room)
 
 
-def _submit_all(
-    hub: Hub, owner: str, prompts: Sequence[list[int]], sampling: Sampling, arguments: dict[str, Any]
-) -> list[Ticket]:
-    tickets: list[Ticket] = []
-    try:
-        for number, prompt in enumerate(prompts):
-            seed = None if sampling.seed is None else sampling.seed + number
-            tickets.append(hub.submit("burst", owner, prompt, seed=seed, **arguments))
-    except BaseException:
-        cancel(*tickets)
-        raise
-    return tickets
+def _requests(prompts: Sequence[list[int]], sampling: Sampling, arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for number, prompt in enumerate(prompts):
+        seed = None if sampling.seed is None else sampling.seed + number
+        yield {"prompt_ids": prompt, "seed": seed, **arguments}
 
 
 async def _follow(hub: Hub, tickets: list[Ticket], sampling: Sampling) -> AsyncIterator[Burst]:

@@ -87,7 +87,8 @@ class PagedBatchMixin:
             ValueError: A setting that there isn't, or that can't be honoured.
         """
         config = self.generation_config if generation_config is None else generation_config
-        adapters = kwargs.pop("adapter_names", None) or [None] * len(inputs)
+        adapters = kwargs.pop("adapter_names", None)
+        adapters = [None] * len(inputs) if adapters is None else adapters
         if len(adapters) != len(inputs):
             raise ValueError(f"got {len(adapters)} adapter_names for {len(inputs)} prompts: give one for each")
         self.paged.check_adapters([name for name in adapters if name is not None])  # before any prompt runs

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from hf_paged.model.adapters import Adapter
+from hf_paged.model.adapter import Adapter
 from hf_paged.model.host_call import HostCall
 from hf_paged.model.wrapper import Twin
 from hf_paged.sampling.random import GeneratorStates

@@ -26,8 +26,9 @@ from hf_paged.engine.leader import Leader
 from hf_paged.engine.run import Run
 from hf_paged.engine.worker import StepWorker
 from hf_paged.memory.kv_cache import KVCache
+from hf_paged.model.adapter import Adapter
 from hf_paged.model.adapter_store import Adapter as Pinned
-from hf_paged.model.adapters import Adapter, Adapters
+from hf_paged.model.adapters import Adapters
 from hf_paged.model.bound_model import BoundModel
 from hf_paged.model.latents import Latents
 from hf_paged.model.layers import Layers

@@ -337,11 +337,11 @@ class Engine(Lasting):
         """Forgets an adapter that was loaded; requests that have it go on.
 
         Raises:
-            ValueError: There is none of this name.
+            ValueError: None of this name was loaded.
         """
-        if self.core.adapters.store is None:
-            raise ValueError(f"there is no adapter {name!r}: none was loaded")
-        self.core.adapters.store.remove(name)
+        if (store := self.core.adapters.store) is None or name not in store:
+            raise ValueError(f"no adapter {name!r} was loaded by load_adapter(); PEFT's own go by delete_adapter()")
+        store.remove(name)
 
     @property
     def _vocab_size(self) -> int:

@@ -19,7 +19,7 @@ from hf_paged.engine.draft_model import DraftModel
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.engine.run import NO_PROBABILITIES, Row, Run
 from hf_paged.engine.worker import StepWorker
-from hf_paged.model.adapters import Adapter
+from hf_paged.model.adapter import Adapter
 from hf_paged.model.weights_version import WeightsKey
 from hf_paged.sampling.beams import BeamSettings
 from hf_paged.sampling.grammar import Grammar

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_paged.core.sequence import GivenPrompt, GivenToken, Sequence, Token
 from hf_paged.kernels.transfers import to_device, to_host
-from hf_paged.model.adapters import Adapter
+from hf_paged.model.adapter import Adapter
 from hf_paged.model.forward_call import ForwardCall
 from hf_paged.model.weights_version import WeightsKey
 

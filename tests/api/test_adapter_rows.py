@@ -20,7 +20,7 @@ from helpers.models import build, random_ids
 from helpers.requests import ENDLESS
 from helpers.state_models import STATE_MODELS, build_state_model
 from helpers.waiting import at_once
-from hf_paged.model.adapters import Adapter
+from hf_paged.model.adapter import Adapter
 
 peft = pytest.importorskip("peft")
 
@@ -183,7 +183,11 @@ def test_the_batch_api(saved: Callable[[str], dict[str, str]]) -> None:
     for (name, seed), output in zip(asked, results.values(), strict=True):
         truth = expected("mixed", "one" if name == "more" else name, seed)[0, 14:].tolist()
         assert output.generated_tokens == truth, (name, seed)
-    for names, message in ((["one"], "give one for each"), (["one", "none"], "non-existing adapter")):
+    for names, message in (
+        ([], "give one for each"),
+        (["one"], "give one for each"),
+        (["one", "none"], "non-existing adapter"),
+    ):
         with pytest.raises(ValueError, match=message):
             inner.generate_batch([[5], [6]], **given | {"adapter_names": names})
     with inner.continuous_batching_context_manager(config) as manager:

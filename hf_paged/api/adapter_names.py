@@ -12,8 +12,10 @@ from torch import nn
 from hf_paged.api.routing import ENGINE
 from hf_paged.engine.call_context import within
 from hf_paged.model.hooks import RowsHook, is_for_rows
+from hf_paged.model.peft_layers import is_tuner
 
 _BASE = "_hf_paged_tuner"  # the class that it was of
+_REGISTER = "register_forward_pre_hook"
 
 
 def guard_tuner(model: nn.Module) -> None:
@@ -54,15 +56,18 @@ def _guarded_class(base: Any) -> Any:
 
     @contextmanager
     def hooked(self: Any, engine: Any, original: Any) -> Iterator[None]:
-        before = {number for module in self.modules() for number in module._forward_pre_hooks}
         with ExitStack() as stack:
-            with engine.exclusive():  # no step meets them before it is known whose they are
-                original.__enter__()
+            with engine.exclusive():
+                # This thread's from the first moment on: forwards of others, by stock, don't wait for their turn.
+                tuners = list(filter(is_tuner, self.modules()))
+                for tuner in tuners:
+                    vars(tuner)[_REGISTER] = partial(_register, tuner)
+                try:
+                    original.__enter__()
+                finally:
+                    for tuner in tuners:
+                        vars(tuner).pop(_REGISTER)
                 stack.callback(original.__exit__, None, None, None)  # also if the call raises, when PEFT leaves them
-                for hooks in [module._forward_pre_hooks for module in self.modules()]:
-                    for number, hook in hooks.items():
-                        if number not in before and is_for_rows(hook):
-                            hooks[number] = RowsHook(hook)
             yield
 
     def reduce(self: Any, _: Any) -> Any:
@@ -71,6 +76,11 @@ def _guarded_class(base: Any) -> Any:
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     methods = {"_enable_peft_forward_hooks": enable, "__reduce_ex__": reduce}
     return type(base.__name__, (base,), {**names, **methods, _BASE: base})
+
+
+def _register(module: nn.Module, hook: Any, **how: Any) -> Any:
+    """`module.register_forward_pre_hook`, but what is for the rows of one call is for this thread only."""
+    return nn.Module.register_forward_pre_hook(module, RowsHook(hook) if is_for_rows(hook) else hook, **how)
 
 
 def _rebuild(base: Any) -> Any:

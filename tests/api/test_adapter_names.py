@@ -14,7 +14,7 @@ from transformers import LogitsProcessor
 import hf_paged
 from helpers.models import tiny_lm
 from helpers.user_code import USER_CODE, Boom
-from helpers.waiting import at_once
+from helpers.waiting import at_once, join
 from hf_paged import UnsupportedCallError
 
 peft = pytest.importorskip("peft")
@@ -97,6 +97,26 @@ def test_a_call_that_is_preempted_keeps_its_rows_adapters() -> None:
     found = model.generate(input_ids=IDS, adapter_names=names, logits_processor=[Crowding()], **OPTIONS)
     assert others and engine.stats().num_preemptions
     assert torch.equal(found, stock.generate(input_ids=IDS, adapter_names=names, **OPTIONS))
+
+
+def test_no_other_thread_is_ever_shown_a_calls_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: hooks that are not yet one thread's when a forward by stock, on another one, meets them."""
+    model = hf_paged.patch(tuned(), num_blocks=64)
+    other, found = {"use_cache": False, **OPTIONS}, list[Tensor]()
+    expected = model.generate(input_ids=IDS, **other)
+    register = torch.nn.Module.register_forward_pre_hook
+
+    def registered(module: Any, *hook: Any, **how: Any) -> Any:
+        handle = register(module, *hook, **how)
+        if not found:  # after the first
+            thread = threading.Thread(target=lambda: found.append(model.generate(input_ids=IDS, **other)))
+            thread.start()
+            join(thread)
+        return handle
+
+    monkeypatch.setattr(torch.nn.Module, "register_forward_pre_hook", registered)
+    model.generate(input_ids=IDS, adapter_names=["two", "two"], **other)
+    assert torch.equal(found[0], expected) and not num_hooks(model)
 
 
 def test_a_call_that_raises_leaves_no_hooks() -> None:

@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from hf_paged.attention.cache import PagedCache
+from hf_paged.core.sequence import Source
 from hf_paged.kernels.transfers import to_host
 from hf_paged.model.cache_argument import CACHE_ARGUMENTS
 from hf_paged.model.forward_call import ForwardCall
+from hf_paged.model.sources import sources_of
 from hf_paged.model.wrapper import token_positions
 
+DECODER_ARGUMENTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")  # behind "decoder_"
 # What `generate()` needs for stop strings and hands on to every forward, where no model looks at it.
 IGNORED_BY_FORWARD = {"tokenizer"}
 
@@ -71,12 +74,14 @@ def check_continuation(cache: PagedCache, tokens: Tensor, mask: Tensor | None) -
 
 def forward_call(self: Any, cache: PagedCache, given: dict[str, Any]) -> ForwardCall:
     """What a forward of the model over a `PagedCache` is given (by name; taken out of the dict), to be looked at."""
+    sources = _take_sources(self, cache, given) if self.paged.core.bound.source_tap is not None else None
     call = ForwardCall(
         input_ids=given.pop("input_ids", None),
         inputs_embeds=given.pop("inputs_embeds", None),
         attention_mask=given.pop("attention_mask", None),
         position_ids=given.pop("position_ids", None),
         logits_to_keep=given.pop("logits_to_keep", 0),
+        sources=sources,
     )
     check_tokens(call.tokens)
     if not self.paged.core.bound.chooses_logits:  # its forward ignores it
@@ -94,6 +99,23 @@ def forward_call(self: Any, cache: PagedCache, given: dict[str, Any]) -> Forward
         _look_inside(self, cache, call)
     call.on_host()  # before anything is locked
     return call
+
+
+@torch.no_grad()
+def _take_sources(self: Any, cache: PagedCache, given: dict[str, Any]) -> list[Source] | None:
+    """What the rows' encoder has read, at their first forward; what is left in the dict is told to the decoder."""
+    bound, sources = self.paged.core.bound, None
+    if cache.get_seq_length() == 0:
+        told = {name: value for name, value in given.items() if not name.startswith("output_") and name != "labels"}
+        sources = sources_of(*bound.reach_decoder({**told, "past_key_values": None, "use_cache": False}))
+    kept = {name: given[name] for name in given if name == "labels" or name.startswith("output_")}
+    kept |= {name: given[name] for name in (*CACHE_ARGUMENTS, "use_cache", "logits_to_keep") if name in given}
+    for name in DECODER_ARGUMENTS:
+        if given.get(f"decoder_{name}") is not None:
+            kept[name] = given[f"decoder_{name}"]
+    given.clear()
+    given.update(kept)
+    return sources
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, StoppingCriteriaList
+from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig, StoppingCriteriaList
 
 from hf_paged.api.drafting import can_do_without_drafts
 from hf_paged.api.given_call import check_continuation, check_tokens
@@ -65,7 +65,10 @@ def prepare(model: Any, call: PreparedCall) -> PreparedCall:
         return prepare(model, call)
     if call.cache is not None and call.others.get("synced_gpus"):
         fall_back(engine, "synced_gpus=True")
-        call.others[engine.core.bound.cache_argument] = DynamicCache(config=model.config.get_text_config(decoder=True))
+        stock: Cache = DynamicCache(config=engine.core.bound.text_config)
+        if engine.traits.cross:
+            stock = EncoderDecoderCache(stock, DynamicCache(config=engine.core.bound.text_config))
+        call.others[engine.core.bound.cache_argument] = stock
     cache, config = call.cache, call.generation_config
     if cache is not None:
         engine.core.note_detour(f"transformers' own loop: {why_loop(model, call)}")
@@ -163,7 +166,7 @@ def check_prompt(engine: Engine, call: PreparedCall) -> int:
     prompt = input_ids.shape[1] + (embeds.shape[1] if embeds is not None and input_ids.shape[1] == 0 else 0)
     if prompt == 0:
         raise ValueError("the prompt is empty: generate() needs at least one token")
-    mask: Tensor | None = call.others.get("attention_mask")
+    mask: Tensor | None = call.of_prompt("attention_mask")
     # The mask is as long as the whole sequence where only the tokens that a kept cache lacks were given.
     mask_length = getattr(generation_config, "_mask_length", prompt) if mask is None else mask.shape[-1]
     # Where transformers leaves the cached columns out (5.17 doesn't in chunks); drafts need not be right.
@@ -181,7 +184,8 @@ def check_prompt(engine: Engine, call: PreparedCall) -> int:
         growth += (
             2  # a forward over candidates stores them all, one beyond the longest result, before the wrong ones go
         )
-    engine.core.pool.check_fits(longest + growth, longest, new_tokens)
+    source = max((source.num_tokens for source in call.rows.sources), default=0) if call.rows is not None else 0
+    engine.core.pool.check_fits(longest + growth, longest, new_tokens, source)
     return prompt + growth
 
 

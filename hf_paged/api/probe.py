@@ -6,21 +6,23 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 
 from hf_paged.api.shrinking import shrink
 from hf_paged.api.stored_layers import (
     Layers,
     NotingCache,
     Stored,
+    Zeros,
     as_their_modules_say,
     keeps_states,
+    listed,
     noted_on_meta,
     noting,
     on_meta,
@@ -39,6 +41,7 @@ from hf_paged.api.tiny_model import (
     sees_ahead,
     sees_padding,
 )
+from hf_paged.model.sources import StandIn, source_width
 from hf_paged.model.traits import ModelTraits
 from hf_paged.model.weights_version import is_batch_dependent
 from hf_paged.model.wrapper import Wrapper
@@ -60,8 +63,60 @@ class Trial:
     tiny: tuple[PreTrainedModel, ModelTraits] | None = None
 
 
+def probe_decoder(base: type[PreTrainedModel], config: PreTrainedConfig) -> Trial | str:
+    """How the decoder of an encoder-decoder can be run over the pool, or why not: packed, or by stock `generate()`."""
+    failure = ""
+    for heads in (4, None):
+        try:
+            model = build(base, shrink(config, heads))
+            tiny, expected = _noted_decoder(model, lambda past, model=model: logits(model, past))
+            break
+        except Exception as error:
+            failure = failure or error_text(error)
+    else:
+        return f"a shrunken copy of it could not be built and run to try ({failure:.200})"
+    whole = on_meta(base, config)
+    found, _ = _noted_decoder(whole, lambda past: _decode_on_meta(whole, past))
+    why_stock = ""
+    windowed = _windowed(tiny[0], model)
+    for has_windows in (True, False) if windowed != tiny[0] else (False,):
+        for is_told, may_infer in itertools.product((False, True), (True, False)):
+            layers = windowed if has_windows else tiny[0]
+            traits = ModelTraits(layers, True, True, may_infer, tells_positions=is_told, cross=tiny[1])
+            why_not = difference(model, traits, expected)
+            if not why_not:
+                layers = _windowed(found[0], whole) if has_windows else found[0]
+                return Trial(replace(traits, layers=layers, cross=found[1]), (model, traits))
+            why_stock = why_stock or why_not
+            if keeps_inference_tensors(model):
+                model = build(base, model.config)
+    return Trial(ModelTraits(found[0], False, rows_independent=False, why_padded=why_stock, cross=found[1]))
+
+
+def _noted_decoder(
+    model: PreTrainedModel, run: Callable[[EncoderDecoderCache], Tensor]
+) -> tuple[tuple[Layers, Layers], Tensor]:
+    """What a decoder's layers store of its own tokens, and of what an encoder has read; and what `run` returns."""
+    with noting(model) as own, noting(model) as cross:
+        result = run(EncoderDecoderCache(own, cross))
+    num_layers = 1 + max(own.noted)
+    crossing = (None if spec is None else replace(spec, is_cross=True) for spec in listed(cross.noted, num_layers))
+    return (listed(own.noted, num_layers), tuple(crossing)), result
+
+
+@torch.no_grad()
+def _decode_on_meta(model: PreTrainedModel, past: EncoderDecoderCache) -> Tensor:
+    with torch.device("meta"), Zeros():
+        states = torch.zeros(1, 3, source_width(model), dtype=model.dtype)
+        ids = torch.zeros(1, 2, dtype=torch.int64)
+        given = StandIn(last_hidden_state=states)
+        return model(decoder_input_ids=ids, encoder_outputs=given, past_key_values=past, use_cache=True).logits  # type: ignore[no-any-return]
+
+
 def probe(base: type[PreTrainedModel], config: PreTrainedConfig) -> Trial | str:
     """How a model of this class and config can be run over the pool, or why not."""
+    if config.is_encoder_decoder:
+        return probe_decoder(base, config)
     tiny = _tiny(base, config)
     if isinstance(tiny, str):
         return tiny

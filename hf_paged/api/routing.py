@@ -13,7 +13,7 @@ from hf_paged.api.drafting import ASSISTED_ARGUMENTS, draft_model_of, lookup_set
 from hf_paged.api.given_call import IGNORED_BY_FORWARD, forward_call, is_given
 from hf_paged.api.own_forward import hands_on
 from hf_paged.core.errors import UnsupportedCallError
-from hf_paged.core.sequence import GivenPrompt
+from hf_paged.core.sequence import GivenPrompt, Source
 from hf_paged.engine.call_context import call_context
 from hf_paged.engine.engine import Engine
 from hf_paged.engine.prepared_call import PreparedCall
@@ -22,6 +22,7 @@ from hf_paged.kernels.transfers import to_host
 from hf_paged.memory.streams import let_caller_first, on_steps_stream
 from hf_paged.model.base_class import base_class
 from hf_paged.model.cache_argument import CACHE_ARGUMENTS
+from hf_paged.model.forward_call import ForwardCall
 from hf_paged.model.packed_forward import PackedForward
 from hf_paged.model.spread import is_wrapped
 from hf_paged.model.traits import is_stochastic
@@ -61,6 +62,8 @@ def why_stock(model: Any, generation_config: GenerationConfig, cache: Any, verif
         return "output_attentions=True"
     if _peft_type(model) in ("PREFIX_TUNING", "CARTRIDGE"):
         return "its PEFT adapter brings learned keys and values in a cache of its own"
+    if model.paged.traits.cross and generation_config.output_hidden_states and generation_config.return_dict_in_generate:
+        return "output_hidden_states=True of a model with an encoder"
     if model.paged.ranks is not None and (reason := _why_stock_on_ranks(model, generation_config)):
         return f"{reason} over several processes (tp_plan)"
     if model.training and is_stochastic(model):
@@ -81,6 +84,8 @@ def _why_stock_on_ranks(model: Any, generation_config: GenerationConfig) -> str 
 
 def why_not_stateful(engine: Engine, arguments: dict[str, Any]) -> str | None:
     """Why a model whose layers keep a state must be given a call's padding as it is, or `None`."""
+    if engine.traits.cross:
+        return _why_not_padded(engine, arguments.get("decoder_attention_mask"))
     mask = arguments.get("attention_mask")
     if not engine.traits.states or not isinstance(mask, Tensor):
         return None
@@ -88,6 +93,17 @@ def why_not_stateful(engine: Engine, arguments: dict[str, Any]) -> str | None:
     if mask.ndim == 2 and bool((mask[:, 1:] >= mask[:, :-1]).all()) and bool(mask[:, -1].all()):
         return None
     return "its attention_mask is not that of prompts padded on the left, and layers of the model keep a state"
+
+
+def _why_not_padded(engine: Engine, mask: Any) -> str | None:
+    """Why a decoder can't be given prompts with this mask, or `None`."""
+    if not isinstance(mask, Tensor) or bool(mask.all()):
+        return None
+    (mask,) = to_host([mask])
+    is_left = mask.ndim == 2 and bool((mask[:, 1:] >= mask[:, :-1]).all()) and bool(mask[:, -1].all())
+    if is_left and engine.core.bound.takes_decoder_positions:
+        return None
+    return "its decoder_attention_mask hides tokens, which take places all the same in a decoder that is told no others"
 
 
 def _peft_type(model: nn.Module) -> str | None:
@@ -134,7 +150,12 @@ def engine_rows(model: Any, call: PreparedCall) -> CallRows | None:
     is_text = not any(is_given(call.others[name]) for name in call.others.keys() - known)
     wrapper = model.paged.core.bound.wrapper
     given, padding = None, None
-    if wrapper is not None and not (is_text and wrapper.is_causal):
+    sources: list[Source] = []
+    if model.paged.traits.cross:
+        forward = None if call.is_assisted else _first_forward(model, call)
+        if forward is not None and forward.sources is not None:
+            sources, padding = forward.sources, _padding(call, has_axes=False)
+    elif wrapper is not None and not (is_text and wrapper.is_causal):
         given = None if call.is_assisted else _given_prompts(model, call)
         padding = None if given is None else [0] * len(call.input_ids)
     elif is_text:
@@ -149,6 +170,7 @@ def engine_rows(model: Any, call: PreparedCall) -> CallRows | None:
     return CallRows(
         input_ids=call.input_ids if given is None else to_host([call.input_ids])[0],
         given=given,
+        sources=sources,
         padding=padding,
         num_samples=_fan_out(config),
         processors=call.processors,
@@ -201,8 +223,8 @@ def _padding(call: PreparedCall, has_axes: bool) -> list[int] | None:
     """Left padding of each row, with the call's ids on the host from here on; `None`: it has padding elsewhere, or
     positions of its own. `has_axes`: positions may be of several axes.
     """
-    mask: Tensor | None = call.others.get("attention_mask")
-    positions: Tensor | None = call.others.get("position_ids")
+    mask: Tensor | None = call.of_prompt("attention_mask")
+    positions: Tensor | None = call.of_prompt("position_ids")
     if positions is not None and has_axes:
         positions = token_positions(positions)
     if positions is not None and (positions.shape != call.input_ids.shape or positions.is_floating_point()):
@@ -231,16 +253,22 @@ def _padding(call: PreparedCall, has_axes: bool) -> list[int] | None:
 
 def _given_prompts(model: Any, call: PreparedCall) -> list[GivenPrompt] | None:
     """The prompts of a call to a multimodal model, if the engine can go on with its rows by itself."""
+    forward, core = _first_forward(model, call), model.paged.core
+    if forward is None:
+        return None
+    let_caller_first(core.pool.kv_device)
+    with on_steps_stream(core.pool.kv_device):  # in their memory, as what a caller's forward is given
+        return PackedForward.prompts(forward, core.bound.takes_positions)
+
+
+def _first_forward(model: Any, call: PreparedCall) -> ForwardCall | None:
+    """The first forward that transformers' loop would make, of a row for each prompt; `None`: it asks for more."""
     assert call.cache is not None
     inputs = model.prepare_inputs_for_generation(call.input_ids, is_first_iteration=True, **call.others)
     forward = forward_call(model, call.cache, dict(inputs))
     if forward.others or not forward.is_known:
         return None
-    forward = forward.select(slice(None, None, _fan_out(call.generation_config)))
-    core = model.paged.core
-    let_caller_first(core.pool.kv_device)
-    with on_steps_stream(core.pool.kv_device):  # in their memory, as what a caller's forward is given
-        return PackedForward.prompts(forward, core.bound.takes_positions)
+    return forward.select(slice(None, None, _fan_out(call.generation_config)))
 
 
 def _fan_out(generation_config: GenerationConfig) -> int:

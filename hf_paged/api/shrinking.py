@@ -45,6 +45,8 @@ def shrink(config: PreTrainedConfig, heads: int | None, is_beginning: bool = Fal
         is_beginning: See `_shrink_text`.
     """
     small = copy.deepcopy(config)
+    if config.is_encoder_decoder:
+        return _shrink_both(small, heads)
     text = small.get_text_config(decoder=True)
     if text is small:
         return _shrink_text(config, heads, is_beginning)
@@ -64,6 +66,20 @@ def shrink(config: PreTrainedConfig, heads: int | None, is_beginning: bool = Fal
         if getattr(small, name, None) is not None:
             put(small, name, None)
     return small
+
+
+def _shrink_both(config: PreTrainedConfig, heads: int | None) -> PreTrainedConfig:
+    """An encoder-decoder in small, be its config flat or one of two parts (or more). The encoder is not tried."""
+    parts = {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}
+    if not parts:
+        return _shrink_text(config, heads, is_beginning=False)
+    for name, part in parts.items():
+        with suppress(Exception):
+            put(config, name, _shrink_both(part, heads))
+    encoder, decoder = parts.get("encoder"), parts.get("decoder")
+    if encoder is not None and decoder is not None and getattr(decoder, "cross_attention_hidden_size", None):
+        put(config.decoder, "cross_attention_hidden_size", stated(config.encoder, "hidden_size"))
+    return config
 
 
 def _shrink_text(config: PreTrainedConfig, heads: int | None, is_beginning: bool) -> PreTrainedConfig:

@@ -116,7 +116,7 @@ def on_meta(base: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrained
         return base._from_config(copy.deepcopy(config), dtype=torch.bfloat16).eval()
 
 
-class _Zeros(TorchDispatchMode):
+class Zeros(TorchDispatchMode):
     """Within it what looks at a number of a tensor on the meta device finds a zero, or that it is true."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -140,7 +140,7 @@ def noted_on_meta(model: PreTrainedModel) -> NotingCache:
     inputs = {"input_ids": torch.zeros(1, 2, dtype=torch.int64, device="meta")}
     if "position_ids" in inspect.signature(model.forward).parameters:
         inputs["position_ids"] = inputs["input_ids"]
-    for looking in (nullcontext(), _Zeros()):  # some look at numbers, some check those that they make
+    for looking in (nullcontext(), Zeros()):  # some look at numbers, some check those that they make
         try:
             with noting(model) as cache, torch.device("meta"), looking:
                 past: Any = {cache_argument(type(model).forward): cache}
@@ -183,11 +183,11 @@ class Stored:
             )
             for layer, tensors in sorted(cache.states.items())
         }
-        indexers = _listed(cache.indexed, num_layers) if cache.indexed else ()
-        return cls(_listed(cache.noted, num_layers), indexers, states)
+        indexers = listed(cache.indexed, num_layers) if cache.indexed else ()
+        return cls(listed(cache.noted, num_layers), indexers, states)
 
 
-def _listed(noted: Noted, num_layers: int) -> Layers:
+def listed(noted: Noted, num_layers: int) -> Layers:
     found = {index: AttentionSpec(heads, key_dim, value_dim) for index, (heads, key_dim, _, value_dim) in noted.items()}
     return tuple(found.get(index) for index in range(num_layers))
 

@@ -284,8 +284,6 @@ def _architecture_reasons(model: PreTrainedModel) -> list[str]:
         return [f"{type(model).__name__} has no language-model head, so it can't generate()"]
     config = model.config
     reasons = []
-    if config.is_encoder_decoder:
-        reasons.append("it is an encoder-decoder model; only decoder-only models have one growing KV cache")
     has_states = not config.is_encoder_decoder and keeps_states(config)
     if getattr(model, "_is_stateful", False) and not has_states and not _is_all_attention(config):
         reasons.append("it keeps a recurrent state elsewhere than in its cache, where the pool can't stand in for it")

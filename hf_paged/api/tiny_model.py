@@ -20,6 +20,7 @@ from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.core.config import PagedConfig
 from hf_paged.memory.state_cache import StateLayout
 from hf_paged.model.cache_argument import cache_argument
+from hf_paged.model.sources import StandIn, source_width
 from hf_paged.model.traits import ModelTraits
 
 LENGTHS = (11, 3, 1, 6)
@@ -62,6 +63,8 @@ def logits(model: PreTrainedModel, past: Cache, edges: Sequence[int] = _EDGES, r
     """
     parameters = inspect.signature(model.forward).parameters
     argument = cache_argument(type(model).forward)
+    if model.config.is_encoder_decoder:
+        return _decoder_logits(model, past, edges, slice(None) if row is None else slice(row, row + 1))
     with torch.device("cpu"):
         shape, generator = (len(LENGTHS), max(LONGEST + 4, edges[-1])), torch.Generator().manual_seed(1)
         ids = torch.randint(0, _num_plain(model), shape, generator=generator)
@@ -83,6 +86,27 @@ def logits(model: PreTrainedModel, past: Cache, edges: Sequence[int] = _EDGES, r
             if model._supports_logits_to_keep():
                 extra["logits_to_keep"] = 1
             output = model(input_ids=ids[:, start:end], use_cache=True, **extra)
+            collected.append(output.logits[:, -1:].float())
+        return torch.cat(collected, dim=1)
+
+
+def _decoder_logits(model: PreTrainedModel, past: Cache, edges: Sequence[int], rows: slice) -> Tensor:
+    """The same of an encoder-decoder: rows of one length, whose encoders have read texts of several lengths."""
+    edges = (0, *edges[1:])
+    with torch.device("cpu"):
+        num_rows, generator = len(LENGTHS), torch.Generator().manual_seed(1)
+        ids = torch.randint(0, _num_plain(model), (num_rows, max(LONGEST + 4, edges[-1])), generator=generator)[rows]
+        states = torch.randn(num_rows, LONGEST, source_width(model), generator=generator)[rows]
+        mask = (torch.arange(LONGEST) < torch.tensor(LENGTHS)[:, None]).long()[rows]
+        collected = []
+        for start, end in itertools.pairwise(edges):
+            output = model(
+                decoder_input_ids=ids[:, start:end],
+                encoder_outputs=StandIn(last_hidden_state=states.to(model.dtype)),
+                attention_mask=mask,
+                past_key_values=past,
+                use_cache=True,
+            )
             collected.append(output.logits[:, -1:].float())
         return torch.cat(collected, dim=1)
 

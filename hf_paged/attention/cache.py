@@ -25,6 +25,22 @@ logger = logging.get_logger(__name__)
 _POSITIVE_CROP_IS_A_LENGTH = Version(transformers.__version__) < Version("5.18.dev0")
 
 
+class Past(Tensor):
+    """`[T]`, for each token what makes its place in the forward its position; compared with a number, whether any is."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name in _COMPARISONS:
+            return found.any()
+        return found.as_subclass(cls) if name == "clone" else found
+
+
+_COMPARISONS = {"gt", "ge", "lt", "le", "__gt__", "__ge__", "__lt__", "__le__"}
+
+
 class StepCache(Cache):
     """The cache the model sees in an engine-driven forward: keys and values pass through, attention stores them.
 
@@ -32,14 +48,18 @@ class StepCache(Cache):
         states: The states of the step's rows, of a model with layers that keep one.
         positions: `[T]`, for layers that reckon with the length of what is cached: they are told, for each token, what
             makes its place in the forward its position. `None`: no layer asks.
+        tells_all: Whether the model itself is told so, too, which else takes position ids.
     """
 
-    def __init__(self, states: Any = None, positions: Tensor | None = None) -> None:
+    def __init__(self, states: Any = None, positions: Tensor | None = None, tells_all: bool = False) -> None:
         super().__init__(layers=[])
         self.states = states
         self._past: Any = 0
+        self._tells_all = tells_all
         if positions is not None:
             self._past = positions - torch.arange(len(positions), device=positions.device)
+            if tells_all:
+                self._past = self._past.as_subclass(Past)
 
     def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
         return False
@@ -50,7 +70,7 @@ class StepCache(Cache):
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int | None = None) -> Any:
-        return 0 if layer_idx is None else self._past
+        return self._past if self._tells_all or layer_idx is not None else 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return query_length, 0

@@ -62,7 +62,7 @@ class GroupedStep:
         asked, kept = params.sliding_window, self._windows[group]
         if kept is not None and (asked is None or asked > kept):
             raise WindowError(params.layer, asked, kept)
-        own = AttentionParams(index, params.scale, asked, params.softcap, params.sinks, params.maps)
+        own = AttentionParams(index, params.scale, asked, params.softcap, params.sinks, params.maps, params.bias)
         return self._steps[group].attend(query, own)
 
     def _checked(self, layer: int) -> tuple[int, int]:

@@ -67,7 +67,7 @@ class AttentionMetadata:
             seq_lens: `[S]` int64, tokens of each sequence including the new ones.
         """
         self.host_tables, self.host_query_lens, self.host_seq_lens = tables, query_lens, seq_lens
-        self._device = device
+        self.device = device
         self.block_size = block_size
         self.null_block = null_block
         self.max_query_len = int(query_lens.max())
@@ -94,12 +94,12 @@ class AttentionMetadata:
 
     def on(self, device: torch.device) -> AttentionMetadata:
         """The same step for layers on another device."""
-        if device == self._device:
+        if device == self.device:
             return self
         other = copy.copy(self)
         for own in (*_OF_TABLES, "seq_lens", "query_start_loc"):
             vars(other).pop(own, None)
-        other._device, other._same_lens, other._query_tiles = device, None, {}
+        other.device, other._same_lens, other._query_tiles = device, None, {}
         other._query_work, other._decode_work, other._shared_work = {}, {}, {}
         return other
 
@@ -116,7 +116,7 @@ class AttentionMetadata:
         columns = (first // size)[:, None] + np.arange(-(-lens.max() // size))
         own = np.take_along_axis(tables[row], np.minimum(columns, tables.shape[1] - 1), axis=1)
         own = np.where(columns < tables.shape[1], own, self.null_block)
-        return AttentionMetadata(own, query_lens, lens, size, self.null_block, self._device)
+        return AttentionMetadata(own, query_lens, lens, size, self.null_block, self.device)
 
     @classmethod
     def of_groups(
@@ -144,7 +144,7 @@ class AttentionMetadata:
 
     @lazy
     def slot_mapping(self) -> Tensor:
-        return to_device(self.host_slots, self._device)
+        return to_device(self.host_slots, self.device)
 
     @lazy
     def host_start_loc(self) -> np.ndarray:
@@ -162,19 +162,19 @@ class AttentionMetadata:
 
     @lazy
     def block_tables(self) -> Tensor:
-        return to_device(self.host_tables.astype(np.int32), self._device)
+        return to_device(self.host_tables.astype(np.int32), self.device)
 
     @lazy
     def seq_lens(self) -> Tensor:
         if self._same_lens is not None:
             return self._same_lens.seq_lens
-        return to_device(self.host_seq_lens.astype(np.int32), self._device)
+        return to_device(self.host_seq_lens.astype(np.int32), self.device)
 
     @lazy
     def query_start_loc(self) -> Tensor:
         if self._same_lens is not None:
             return self._same_lens.query_start_loc
-        return to_device(self.host_start_loc.astype(np.int32), self._device)
+        return to_device(self.host_start_loc.astype(np.int32), self.device)
 
     def decode_work(self, kind: WorkKind, together: Together | None = None) -> DecodeWork:
         """How the first `num_decodes` sequences are shared out, for layers of this kind; made at the first of them.
@@ -186,7 +186,7 @@ class AttentionMetadata:
             return work
         if kind not in self._decode_work:
             items, split = share_out(self.host_seq_lens[: self.num_decodes], kind)
-            both = to_device(np.concatenate([items, split]), self._device)  # one transfer
+            both = to_device(np.concatenate([items, split]), self.device)  # one transfer
             self._decode_work[kind] = DecodeWork(both[: len(items)], both[len(items) :], int(split[:, 3].sum()))
         return self._decode_work[kind]
 
@@ -200,7 +200,7 @@ class AttentionMetadata:
             if shared is not None:
                 items, split = share_out(self.host_seq_lens[: self.num_decodes], kind, shared)
                 lists = items, split, shared.items, shared.members(split)
-                parts = to_device(np.concatenate(lists), self._device).split([len(own) for own in lists])
+                parts = to_device(np.concatenate(lists), self.device).split([len(own) for own in lists])
                 self._shared_work[key] = DecodeWork(parts[0], parts[1], int(split[:, 3].sum()), *parts[2:])
         return self._shared_work[key]
 
@@ -213,7 +213,7 @@ class AttentionMetadata:
         first = self.num_decodes if first is None else first
         key = tile, first, end
         if key not in self._query_tiles:
-            self._query_tiles[key] = to_device(self._host_tiles(tile, first, end), self._device)
+            self._query_tiles[key] = to_device(self._host_tiles(tile, first, end), self.device)
         return self._query_tiles[key]
 
     def _host_tiles(self, tile: int, first: int, end: int | None) -> np.ndarray:
@@ -229,7 +229,7 @@ class AttentionMetadata:
         """How the sequences behind the first `num_decodes` are shared out; all, where `kind.part` says how."""
         if kind not in self._query_work:
             items, split = self.host_query_work(kind)
-            both = to_device(np.concatenate([items.reshape(-1, 4), split]), self._device)  # one transfer
+            both = to_device(np.concatenate([items.reshape(-1, 4), split]), self.device)  # one transfer
             num_lines = 2 * len(items)
             work = DecodeWork(both[:num_lines].view(-1, 8), both[num_lines:], int(split[:, 3].sum()))
             self._query_work[kind] = work
@@ -260,7 +260,7 @@ class AttentionMetadata:
     def of_tokens(self, tokens: np.ndarray) -> AttentionMetadata:
         """Some of the new tokens, by their place in the batch, each as a sequence that ends with it."""
         tables, lens = self.host_tables[self._token_rows[tokens]], self._positions[tokens] + 1
-        return AttentionMetadata(tables, np.ones_like(lens), lens, self.block_size, self.null_block, self._device)
+        return AttentionMetadata(tables, np.ones_like(lens), lens, self.block_size, self.null_block, self.device)
 
     def alike(self, rows: np.ndarray) -> list[np.ndarray]:
         """Some of the sequences in lists of similar query and context length, which padding costs little.
@@ -275,7 +275,7 @@ class AttentionMetadata:
     def of(self, rows: np.ndarray) -> AttentionMetadata:
         """The same for some of the sequences only: their new tokens, in this order, are the batch."""
         tables, lens = self.host_tables[rows], (self.host_query_lens[rows], self.host_seq_lens[rows])
-        return AttentionMetadata(tables, *lens, self.block_size, self.null_block, self._device)
+        return AttentionMetadata(tables, *lens, self.block_size, self.null_block, self.device)
 
     def _padded(self, rows: np.ndarray) -> PaddedGroup:
         query_lens, seq_lens = self.host_query_lens[rows], self.host_seq_lens[rows]
@@ -284,11 +284,11 @@ class AttentionMetadata:
         is_real = columns < query_lens[:, None]
         longest = int(seq_lens.max())
         return PaddedGroup(
-            token_index=to_device(self.host_start_loc[rows][:, None] + clamped, self._device),
-            is_real=None if is_real.all() else to_device(is_real, self._device),
-            block_table=to_device(self.host_tables[rows, : -(-longest // self.block_size)], self._device),
-            query_positions=to_device((seq_lens - query_lens)[:, None] + clamped, self._device),
-            seq_lens=to_device(seq_lens, self._device),
+            token_index=to_device(self.host_start_loc[rows][:, None] + clamped, self.device),
+            is_real=None if is_real.all() else to_device(is_real, self.device),
+            block_table=to_device(self.host_tables[rows, : -(-longest // self.block_size)], self.device),
+            query_positions=to_device((seq_lens - query_lens)[:, None] + clamped, self.device),
+            seq_lens=to_device(seq_lens, self.device),
             longest=longest,
             is_whole=bool((seq_lens == query_lens).all()),
             block_size=self.block_size,
@@ -358,7 +358,7 @@ class RecordedMetadata(AttentionMetadata):
         self.num_decodes = rows if max_query_len == 1 else rows - 1
         self.max_decode_len = block_tables.shape[1] * block_size
         self.host_seq_lens = np.ones(rows, dtype=np.int64)
-        self._device = seq_lens.device
+        self.device = seq_lens.device
         self._query_tiles = {}
         self._lists = lists
 

@@ -16,9 +16,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged.attention.context import MARK, check_not_cut, current_context
 from hf_paged.attention.params import AttentionParams
+from hf_paged.attention.source_step import MARK as SOURCE_MARK
 from hf_paged.core.process import PROCESS
 
 NAME_PREFIX = "hf_paged_"
+BIAS_TABLE = "hf_paged_by_distance"  # the attribute of a step's position bias that holds its content
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -41,6 +43,10 @@ def _make_paged_attention(base_name: str) -> AttentionFunction:
         block_indices: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        source = getattr(key, SOURCE_MARK, None)
+        if source is not None:
+            return source[0].attend(module, query, key, value, scale, softcap), None
         if attention_mask is None or not hasattr(attention_mask, MARK):
             check_not_cut(attention_mask)
             optional = {
@@ -53,26 +59,37 @@ def _make_paged_attention(base_name: str) -> AttentionFunction:
             kwargs |= {name: value for name, value in optional.items() if value is not None}
             function = _base_attention(base_name, module)
             return function(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-        if position_bias is not None or block_indices is not None:
-            name = "block_indices" if position_bias is None else "position_bias"
-            raise ValueError(f"paged attention has no {name}; {type(module).__name__} needs it")
+        if block_indices is not None:
+            raise ValueError(f"paged attention has no block_indices; {type(module).__name__} needs it")
+        bias = None if position_bias is None else by_distance(module, position_bias)
         if torch.compiler.is_compiling():
-            given = scaling, dropout, sliding_window, softcap, s_aux
+            given = scaling, dropout, sliding_window, softcap, s_aux, position_bias
             return uncompiled(module, query, key, value, attention_mask, *given)
         context = current_context(attention_mask)
         step, noting = context.step, context.noting
         layer = module.layer_idx if noting is None else noting.layer
         if not isinstance(layer, int):
             raise ValueError(f"{type(module).__name__} has no integer layer_idx, got {layer!r}")
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         # [1, heads, T, head_dim] to [T, heads, head_dim]
         step.write(key.squeeze(0).transpose(0, 1), value.squeeze(0).transpose(0, 1), layer)
-        params = AttentionParams(layer, scale, sliding_window, softcap, s_aux)
+        params = AttentionParams(layer, scale, sliding_window, softcap, s_aux, None, bias)
         return step.attend(query.squeeze(0).transpose(0, 1), params).unsqueeze(0), None
 
     # What compiles a layer compiles what lies before and behind its attention: launchers are Python on the host.
     uncompiled = torch.compiler.disable(paged_attention_forward)
     return paged_attention_forward
+
+
+def by_distance(module: nn.Module, position_bias: Tensor) -> Tensor:
+    """`[num_heads, distances]`, what is added to the scores of a step's tokens.
+
+    Raises:
+        ValueError: The bias is not one that `ToldPast` has put in a module's place.
+    """
+    table: Tensor | None = getattr(position_bias, BIAS_TABLE, None)
+    if table is None:
+        raise ValueError(f"paged attention has no position_bias but by distance; {type(module).__name__} needs another")
+    return table
 
 
 def _base_attention(base_name: str, module: nn.Module) -> AttentionFunction:

@@ -17,6 +17,8 @@ class AttentionParams:
         sliding_window: Tokens a query sees, itself included; `None`: all before it.
         softcap: Bound of the scores; `None`: none.
         sinks: `[num_heads]` logits that join the softmax's denominator only; `None`: none.
+        bias: `[num_heads, distances]` float32, added to the scores of a query and a key so many tokens before it; all
+            that are farther have the last; `None`: none.
         maps: What makes keys and values of the latents that the pool holds of this layer; `None`: it holds them.
     """
 
@@ -26,3 +28,4 @@ class AttentionParams:
     softcap: float | None = None
     sinks: Tensor | None = None
     maps: LatentMaps | None = None
+    bias: Tensor | None = None

@@ -98,6 +98,8 @@ class Admission:
         while not step.is_full and (group := self._queues.waiting.head):
             if not step.admits(group):
                 return
+            if not self._may_write_source(step, group):
+                return
             if self._was_refused(group):
                 self.num_stalls += 1
                 return
@@ -121,6 +123,14 @@ class Admission:
         if self._refused is None or self._num_refusals % RETRY_STEPS == 0:
             return False
         return self._refused[0] == group.arrival and self._manager.pool.num_free <= self._refused[1]
+
+    def _may_write_source(self, step: Step, group: SequenceGroup) -> bool:
+        """Whether the step has tokens left for what the group's encoder has read; a step of its own always has."""
+        sequence = group.sequences[0]
+        if sequence.source is None or not step.chunks:
+            return True
+        self._rows.tell_source(sequence)
+        return self._manager.fresh_tokens([sequence.seq_id]) <= step.budget
 
     def _start(self, step: Step, group: SequenceGroup, spare: int) -> bool:
         """Lets a waiting group in and runs its first tokens, if all its tokens so far fit."""

@@ -54,6 +54,21 @@ class GroupTables:
     counts: array[int]
 
 
+@dataclass(frozen=True, slots=True)
+class SourceTables:
+    """Of a batch's rows what their encoder has read.
+
+    Attributes:
+        tables: One for each group of layers that attend to it; a row without a source has no blocks.
+        lens: int64 `[S]`, tokens.
+        fresh: int64, the rows whose source is still to be written, in this step; others may have the same.
+    """
+
+    tables: tuple[GroupTables, ...]
+    lens: array[int]
+    fresh: array[int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch(BlockMoves):
     """A step: S rows (sequences) of T tokens side by side, row after row. Never changed: steps overlap.
@@ -80,6 +95,7 @@ class Batch(BlockMoves):
             that starts at 0 has none yet: its blocks hold nothing.
         adapters: `[S]`, the slot of what is added to the model for each row, -1: nothing; empty: for none.
         nums_at_once: `[S]`, of rows with a state, the index behind the last token that came together with others.
+        sources: Of rows with an encoder, what it has read; `None`: there are none.
         batch_key: What the rows have in common; see `SequenceGroup`.
         num_preempted: Sequences preempted for this step.
         is_stalled: The first waiting group did not fit.
@@ -101,6 +117,7 @@ class Batch(BlockMoves):
     state_blocks: array[int] = field(default_factory=lambda: array("i"))
     nums_at_once: array[int] = field(default_factory=_int64)
     adapters: array[int] = field(default_factory=_int64)
+    sources: SourceTables | None = None
     batch_key: Hashable = None
     num_preempted: int = 0
     is_stalled: bool = False
@@ -156,6 +173,7 @@ def lay_out(
     num_preempted: int,
     is_stalled: bool,
     states: array[int] | None = None,
+    sources: SourceTables | None = None,
 ) -> Batch:
     """The batch of these chunks.
 
@@ -167,6 +185,7 @@ def lay_out(
         num_preempted: For this step.
         is_stalled: Whether something waits.
         states: Blocks of the chunks' states; `None`: they have none.
+        sources: See `Batch`.
     """
     sequences, starts, query_lens = zip(*chunks, strict=True)
     num_decodes = len(chunks)
@@ -199,6 +218,7 @@ def lay_out(
         state_blocks=array("i") if states is None else states,
         adapters=_slots(sequences),
         nums_at_once=array("q", [sequence.num_at_once for sequence in sequences] if states else []),
+        sources=sources,
         batch_key=batch_key,
         num_preempted=num_preempted,
         is_stalled=is_stalled,

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
+from hf_paged.core.batch import SourceTables
 from hf_paged.core.block_table import BlockTable
 from hf_paged.core.block_tables import BlockTables
 from hf_paged.core.event_log import EventLog
@@ -201,6 +202,34 @@ class BlockManager(BlockTables):
 
         To be called behind `PrefixCache.offer`. Says nothing where all layers keep their tokens apart.
         """
+
+    # Sources, of which only a `SourceBlockManager` knows
+
+    def set_source(self, seq_id: int, num_tokens: int, key: bytes) -> None:
+        """Says what a sequence's encoder has read: so many tokens, found by this key."""
+
+    def source_blocks(self, num_tokens: int) -> int:
+        """Blocks of a source of so many tokens."""
+        return 0
+
+    def fresh_tokens(self, seq_ids: Sequence[int]) -> int:
+        """Tokens of sources that a step with these sequences would have to write."""
+        return 0
+
+    def sources(self, seq_ids: Sequence[int]) -> SourceTables | None:
+        """What the rows of a step are to be told of their sources. What is fresh counts as written from here on."""
+        return None
+
+    def forget_sources(self, seq_ids: Sequence[int]) -> None:
+        """Sources of these sequences were not written after all."""
+
+    def take_fresh(self) -> int:
+        """Tokens of sources that `append` has taken blocks for since this was last asked."""
+        return 0
+
+    def new_source_blocks(self) -> list[int]:
+        """The same of blocks."""
+        return []
 
     # Growing
 

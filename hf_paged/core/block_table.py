@@ -35,8 +35,9 @@ class BlockTable:
             `num_tokens`. The first ones may be `GONE`.
         num_gone: of each group, how many of them are.
         blocks: the first group's; of most models it is the only one, of some there is none.
-        state: blocks that hold what its recurrent layers keep of all its tokens together; empty without such layers,
-            and for a sequence without tokens.
+        state: blocks that hold what its recurrent layers keep of all its tokens together, or the keys and values of its
+            source, group after group; empty without such layers, and for a sequence without tokens.
+        source: tokens of its source, and what its blocks are found by; None: it has none.
         num_tokens: tokens that the sequence has slots for.
         num_read: the next query is this token's: what lies behind its window is never read again.
         keeps_from: until a `crop` goes by this query instead, so that the sequence can be cut back to it.
@@ -69,6 +70,7 @@ class BlockTable:
     own_end: int = 0
     borrowed_from: int | None = None
     state: array[int] = field(default_factory=lambda: array("i"))
+    source: tuple[int, bytes] | None = None
     blocks: array[int] = field(init=False)
 
     @classmethod

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from hf_paged.core.block_pool import BlockPool
 from hf_paged.core.block_table import PREFIX_CACHE, BlockTable
@@ -107,6 +107,14 @@ class BlockTables:
     def num_states(self) -> int:
         """States in the pool, a shared one counted once."""
         return 0
+
+    def state_size(self, table: BlockTable) -> int:
+        """Blocks that the state of a sequence with tokens takes, or its source."""
+        return self.state_blocks
+
+    def state_hashes(self, table: BlockTable) -> Iterable[tuple[int, bytes]]:
+        """What the blocks of its state hold for good, each with the hash that it is found by."""
+        return ()
 
     def tables(self, seq_ids: Sequence[int]) -> list[list[array[int]]]:
         """`blocks` of these sequences, for each group of layers."""

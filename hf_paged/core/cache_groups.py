@@ -33,6 +33,10 @@ class LayerKind(Hashable, Protocol):
         """Pieces that a sequence is cut into, of which a query sees its own; `None`: it is not."""
 
     @property
+    def is_cross(self) -> bool:
+        """Whether it caches what an encoder has read, and not the sequence's own tokens."""
+
+    @property
     def elements_per_token(self) -> int: ...
 
     @property
@@ -42,7 +46,7 @@ class LayerKind(Hashable, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CacheGroups:
-    """The groups of a model's layers; those that see all tokens come first.
+    """The groups of a model's layers; those that see all tokens come first, those of cross-attention last.
 
     Attributes:
         elements: Numbers that a token takes in a page, the same for all groups.
@@ -52,6 +56,7 @@ class CacheGroups:
         places: Of each layer, its group and its index within that group's pages; `NOWHERE` if it stores nothing. A
             group's last place is never empty.
         is_single: Whether there is one group that sees all tokens, with each layer at its own index.
+        num_cross: How many groups, the last ones, hold what an encoder has read.
     """
 
     elements: int
@@ -60,6 +65,12 @@ class CacheGroups:
     chunks: tuple[int | None, ...]
     places: tuple[tuple[int, int], ...]
     is_single: bool
+    num_cross: int = 0
+
+    @property
+    def own_windows(self) -> tuple[int | None, ...]:
+        """`windows` of the groups that hold a sequence's own tokens."""
+        return self.windows[: len(self.windows) - self.num_cross]
 
     @classmethod
     def single(cls, num_layers: int, elements: int = 0) -> CacheGroups:
@@ -88,7 +99,8 @@ class CacheGroups:
         windows: list[int | None] = []
         chunks: list[int | None] = []
         places = [NOWHERE] * len(layers)
-        for kind, members in sorted(kinds.items(), key=lambda item: item[0].window is not None):
+        num_cross = 0
+        for kind, members in sorted(kinds.items(), key=lambda item: (item[0].is_cross, item[0].window is not None)):
             size = elements // kind.elements_per_token
             for start in range(0, len(members), size):
                 own = members[start : start + size]
@@ -97,8 +109,9 @@ class CacheGroups:
                 sizes.append(size)
                 windows.append(kind.window)
                 chunks.append(kind.chunk)
+                num_cross += kind.is_cross
         is_single = windows == [None] and NOWHERE not in places
-        return cls(elements, tuple(sizes), tuple(windows), tuple(chunks), tuple(places), is_single)
+        return cls(elements, tuple(sizes), tuple(windows), tuple(chunks), tuple(places), is_single, num_cross)
 
     def padding(self, layers: Sequence[LayerKind | None]) -> float:
         """The empty part of one token's pages, as a share of the part that these layers fill."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_left
 
 from hf_paged.core.batch import BlockMoves
@@ -147,6 +148,7 @@ class GroupRows:
         manager = self._manager
         held = [len(manager.blocks(sequence.seq_id)) for sequence, _ in requests]
         moves.block_copies.extend(manager.append([(sequence.seq_id, n) for sequence, n in requests]))
+        moves.new_blocks.extend(manager.new_source_blocks())
         for (sequence, _), count in zip(requests, held, strict=True):
             moves.new_blocks.extend(manager.held_blocks(sequence.seq_id, count))
 
@@ -209,7 +211,7 @@ class GroupRows:
         return sequence.num_at_once - least if 0 < sequence.num_at_once - num_tokens < least else num_tokens
 
     def _note(self, step: Step, group: SequenceGroup, num_tokens: int, num_seqs: int) -> None:
-        step.budget -= num_tokens
+        step.budget = max(step.budget - num_tokens - self._manager.take_fresh(), 0)
         step.num_seqs -= num_seqs
         if not step.has_key:
             step.batch_key, step.has_key = group.batch_key, True
@@ -224,6 +226,7 @@ class GroupRows:
         """Gives a sequence without computed tokens what a sibling or the prefix cache already holds of it."""
         if sequence.num_computed_tokens:
             return
+        self.tell_source(sequence)
         sequence.num_cached_tokens = 0
         if not sequence.is_recomputable:
             return
@@ -248,6 +251,14 @@ class GroupRows:
             manager.unmatch(sequence.seq_id)
             found = manager.prefix.match(*known, max_tokens=start) if start else 0
         sequence.num_computed_tokens = sequence.num_cached_tokens = found
+
+    def tell_source(self, sequence: Sequence) -> None:
+        """Tells the tables what a sequence's encoder has read, as of the state of the model that it is to run in."""
+        source = sequence.source
+        if source is not None:
+            scope = () if self._manager.prefix.is_enabled else (sequence.group.arrival,)
+            key = hashlib.sha256(repr((sequence.extra_key, source.digest, *scope)).encode()).digest()
+            self._manager.set_source(sequence.seq_id, source.num_tokens, key)
 
     def _cut(self, sequence: Sequence, num_tokens: int) -> int:
         """So many tokens that a sequence begins with, or fewer, behind which the rest of it can be computed.

@@ -43,11 +43,11 @@ def _check_table(where: str, table: BlockTable, tables: BlockTables) -> None:
     assert (
         table.num_settled <= table.num_committed <= min(len(table.block_hashes), table.num_tokens // tables.block_size)
     ), f"{where}: hash of a partial block"
-    num_state_blocks = tables.state_blocks if table.num_tokens else 0
+    num_state_blocks = tables.state_size(table) if table.num_tokens else 0
     assert len(table.state) == num_state_blocks, f"{where}: {len(table.state)} blocks of state, not {num_state_blocks}"
     assert table.num_read <= table.num_tokens, f"{where}: reads on at {table.num_read} of {table.num_tokens}"
     if table.num_tokens < table.own_end:
-        written = [*(blocks[-1] for blocks in table.groups), *table.state]
+        written = [*(blocks[-1] for blocks in table.groups), *(table.state if table.source is None else ())]
         shared = [block_id for block_id in written if table.is_swapped or not tables.pool.is_plain(block_id)]
         assert not shared, f"{where}: would write blocks {shared}, which are not its own"
     for group, blocks in enumerate(table.groups):

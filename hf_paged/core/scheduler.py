@@ -136,6 +136,7 @@ class Scheduler(Sequences):
             self._manager.tables(seq_ids),
             moves,
             states=self._manager.states(seq_ids),
+            sources=self._manager.sources(seq_ids),
             number=self._num_steps,
             batch_key=batch_key,
             num_preempted=num_preempted,
@@ -260,8 +261,12 @@ class Scheduler(Sequences):
         """
         chunks = self._take(batch)
         self._log.add_for_group("undone", None, len(chunks))
+        has_fresh = batch.sources is not None and len(batch.sources.fresh) > 0
+        if batch.sources is not None:
+            self._manager.forget_sources([batch.seq_ids[row] for row in batch.sources.fresh])
         for sequence, start, _ in chunks:
-            if self._manager.can_crop(sequence.seq_id, start):
+            is_unread = has_fresh and sequence.is_recomputable and start > 0  # its source may be one that is not there
+            if not is_unread and self._manager.can_crop(sequence.seq_id, start):
                 self._manager.crop(sequence.seq_id, start)
             else:
                 self.preemption.drop(sequence)

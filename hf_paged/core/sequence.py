@@ -70,6 +70,20 @@ class GivenToken:
 Token = int | GivenToken
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """What an encoder has read for a sequence: its decoder attends to all of it, from the first token on.
+
+    Attributes:
+        states: `[num_tokens, hidden_size]`, a tensor: what the encoder has made of what its mask shows.
+        digest: Of these states: equal ones are stored once.
+    """
+
+    states: Any
+    num_tokens: int
+    digest: bytes
+
+
 @dataclass(frozen=True, slots=True)
 class GivenPrompt:
     """What a sequence begins with that is not all ids.
@@ -112,6 +126,7 @@ class Sequence:
             cache salt: part of the block hash.
         adapter: What is added to the model for it, with a `slot` and a `key`, the last part of `extra_key`; `None`:
             nothing.
+        source: What an encoder has read for it, whose digest is part of `extra_key`; `None`: nothing.
         given_end: Index behind its last `GivenToken`, or more.
         is_recomputable: Its keys and values are a function of known tokens and the model as it is. If not, some would
             come out otherwise now: of older weights, another adapter, a mask with holes, or rotary frequencies that
@@ -136,6 +151,7 @@ class Sequence:
     position_offset: int = 0
     extra_key: tuple[Hashable, ...] = ()
     adapter: Any = None
+    source: Source | None = None
     given_end: int = 0
     is_recomputable: bool = True
     spans: tuple[tuple[int, int], ...] = ()

@@ -75,6 +75,7 @@ class Swapping:
                 for group, blocks in enumerate(table.groups):
                     known = table.block_hashes[table.num_gone[group] : table.num_committed]
                     hashes |= zip(blocks[table.num_gone[group] :], [group_key(each, group) for each in known])
+                hashes |= self._tables.state_hashes(table)
         held = list(dict.fromkeys(block for table in tables for block in table.everything()))
         cached = {b: found for b in held if b in hashes and (found := self._tables.pool.lookup(hashes[b])) is not None}
         if len(held) > self._tables.pool.num_free:  # those found may be free ones themselves

@@ -117,10 +117,11 @@ class CallerForwards:
         """Whether what the model stores of a token follows from the row's tokens and positions, at least at first."""
         # A model that assists itself by early exit has fewer layers for the moment: what it stores is not for sharing.
         model = self._core.bound.model
-        config = model.config.get_text_config(decoder=True)
+        config = self._core.bound.text_config
         # Dropout in training mode is the model's own attention's business.
         traits = self._core.traits
-        is_own = config.num_hidden_layers == traits.num_layers and not (model.training and is_stochastic(model))
+        is_whole = bool(traits.cross) or config.num_hidden_layers == traits.num_layers
+        is_own = is_whole and not (model.training and is_stochastic(model))
         return is_own and not traits.runs_stock
 
     def look_at_hooks(self) -> None:

@@ -140,6 +140,7 @@ class StepExecutor:
             device = attention.kv_cache.device
             with on_steps_stream(device), autocasting(batch.batch_key):
                 embeddings = self._embeddings(batch) if batch.embedded else None
+                sources = self._sources(batch)
                 chosen = None if batch.placeholders is None else self._chosen_before()
                 tell = None
                 if self.leader is not None:
@@ -150,7 +151,7 @@ class StepExecutor:
                 timer = DeviceTimer(device)
                 if called is None:
                     self._check_rows()
-                    output = self._runner.run(batch, attention, embeddings, chosen)
+                    output = self._runner.run(batch, attention, embeddings, chosen, sources)
                     self._check_rows()
                 else:
                     output = self._runner.padded.run_called(batch, attention, called)
@@ -245,6 +246,14 @@ class StepExecutor:
         parts.append(first.embeddings[first.index : first.index + count])
         width = max(part.shape[-1] for part in parts)  # some may have more than an embedding
         return torch.cat([nn.functional.pad(part, (0, width - part.shape[-1])) for part in parts])
+
+    def _sources(self, batch: Batch) -> Tensor | None:
+        """`[sum of lengths, hidden_size]`, what encoders have made of the batch's fresh sources, one after another."""
+        if batch.sources is None or not batch.sources.fresh:
+            return None
+        chunks = self._pool.scheduler.chunks(batch)
+        read = [chunks[row][0].source for row in batch.sources.fresh]
+        return torch.cat([source.states for source in read if source is not None])
 
     def _chosen_before(self) -> Tensor:
         """The tokens that the step before has chosen."""

@@ -23,6 +23,7 @@ from hf_paged.core.event_log import EventLog
 from hf_paged.core.policy import policy_of
 from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import SequenceGroup
+from hf_paged.core.source_blocks import SourceBlockManager
 from hf_paged.core.state_blocks import StateBlockManager
 from hf_paged.engine.preemption import PreemptionCost
 from hf_paged.memory.kv_cache import KVCache, KVGeometry, check_size, num_blocks_for_memory
@@ -136,14 +137,16 @@ class KVPool:
             if self._made is None:
                 config, num_blocks = self.config, self.num_blocks
                 swap_blocks, layout = self._num_swap_blocks(num_blocks), self.state_layout
-                size = num_blocks, config.block_size, config.enable_prefix_caching, swap_blocks
-                if layout is None:
-                    manager = BlockManager(*size, self.log, self._groups.windows)
+                manager: BlockManager
+                size: tuple[Any, ...] = num_blocks, config.block_size, config.enable_prefix_caching, swap_blocks
+                size = *size, self.log, self._groups.own_windows
+                if self._groups.num_cross:
+                    manager = SourceBlockManager(*size, num_cross=self._groups.num_cross)
+                elif layout is None:
+                    manager = BlockManager(*size)
                 else:
                     manager = StateBlockManager(
                         *size,
-                        self.log,
-                        self._groups.windows,
                         state_blocks=layout.num_pages,
                         takes_snapshots=self._model.traits.carries_state,
                     )
@@ -270,19 +273,21 @@ class KVPool:
         """Blocks that a sequence alone holds at most while it grows to so many tokens."""
         return self.manager.most_blocks(num_tokens, self.config.max_num_batched_tokens)
 
-    def check_fits(self, num_tokens: int, prompt_tokens: int, new_tokens: int) -> None:
+    def check_fits(self, num_tokens: int, prompt_tokens: int, new_tokens: int, source_tokens: int = 0) -> None:
         """Refuses a sequence that could never fit the empty pool.
 
         Args:
             num_tokens: Tokens whose keys and values it would hold at its longest.
+            source_tokens: Those of what an encoder has read for it.
 
         Raises:
             ValueError: With both sizes, and the setting that would help.
         """
-        manager, needed = self.manager, self.blocks_for(num_tokens)
+        manager, needed = self.manager, self.blocks_for(num_tokens) + self.manager.source_blocks(source_tokens)
         if needed > manager.pool.num_blocks:
+            source = f" behind a source of {source_tokens}" if source_tokens else ""
             raise ValueError(
-                f"a prompt of {prompt_tokens} tokens and up to {new_tokens} new ones needs "
+                f"a prompt of {prompt_tokens} tokens{source} and up to {new_tokens} new ones needs "
                 f"{needed} KV blocks of {manager.block_size} tokens, the pool has {manager.pool.num_blocks}: "
                 f"patch with num_blocks={needed} or more, or lower max_new_tokens"
             )

@@ -67,6 +67,10 @@ class PreparedCall:
                 return cache
         return None
 
+    def of_prompt(self, name: str) -> Any:
+        """What is said of the prompt's columns, under this name or that of a decoder's; `None`: nothing."""
+        return self.others.get(f"decoder_{name}" if "encoder_outputs" in self.others else name)
+
     @property
     def is_assisted(self) -> bool:
         """Whether candidates are verified."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from hf_paged.core.batch import Batch
-from hf_paged.core.sequence import GivenPrompt, Sequence
+from hf_paged.core.sequence import GivenPrompt, Sequence, Source
 from hf_paged.engine.call_context import call_context
 from hf_paged.engine.draft_budget import FIXED_COST, RowBudget
 from hf_paged.engine.draft_model import DraftModel
@@ -56,6 +56,7 @@ class CallRows:
         request_id: The request that it is.
         adapters: Of each prompt, what is added to the model for it; empty: nothing for any.
         given: Of each prompt, its tokens, if these are not all ids.
+        sources: Of each prompt, what an encoder has read; empty: nothing for any.
         logprobs: What is to be said of each token.
         grammar: What each row is to follow.
         beams: How they are searched, if a prompt's rows are beams.
@@ -80,6 +81,7 @@ class CallRows:
     request_id: str | None = None
     adapters: list[Adapter | None] = field(default_factory=list)
     given: list[GivenPrompt] | None = None
+    sources: list[Source] = field(default_factory=list)
     logprobs: LogprobsWanted | None = None
     grammar: Grammar | None = None
     beams: BeamSettings | None = None
@@ -122,7 +124,10 @@ def new_sequences(
             sequence.given_end = sequence.num_tokens
         sequence.logits_from = sequence.num_tokens - 1
         sequence.adapter = call.adapters[row // call.num_samples] if call.adapters else None
-        own = () if sequence.adapter is None else (sequence.adapter.key,)
+        own: tuple[Hashable, ...] = () if sequence.adapter is None else (sequence.adapter.key,)
+        if call.sources:
+            sequence.source = call.sources[row // call.num_samples]
+            own = sequence.source.digest, *own
         sequence.extra_key = (*weights_key, sequence.position_offset, *salt, *own)
         found.append((row, sequence))
     return found

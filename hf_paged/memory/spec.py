@@ -19,6 +19,7 @@ class AttentionSpec:
         chunk: The sequence is cut into pieces of so many tokens, and a query sees those of its own; `None`: it is not.
         is_latent: Whether these are one head's latents ("keys") and rotary keys ("values"), of which the layer makes
             keys and values: attention reads them as they are.
+        is_cross: Whether they are made of what an encoder has read, not of the sequence's own tokens.
     """
 
     kv_heads: int
@@ -27,6 +28,7 @@ class AttentionSpec:
     window: int | None = None
     chunk: int | None = None
     is_latent: bool = False
+    is_cross: bool = False
 
     @property
     def elements_per_token(self) -> int:

@@ -21,6 +21,8 @@ from hf_paged.model.latents import Latents
 from hf_paged.model.mixers import Mixers
 from hf_paged.model.placement import Placement
 from hf_paged.model.sharding import ranks_of
+from hf_paged.model.sources import SourceTap
+from hf_paged.model.told_past import ToldPast
 from hf_paged.model.token_inputs import TokenInputs
 from hf_paged.model.traits import ModelTraits
 from hf_paged.model.weights_version import WeightsVersion
@@ -66,7 +68,11 @@ class BoundModel:
         self.traits = traits
         parameters = inspect.signature(forward).parameters
         self.takes_positions = "position_ids" in parameters
+        self.takes_decoder_positions = "decoder_position_ids" in parameters
         self.chooses_logits = "logits_to_keep" in parameters
+        self.source_tap = SourceTap(model) if traits.cross else None
+        self._told_past = ToldPast(model) if traits.tells_positions else None
+        self._decoder_config = model.config.get_text_config(decoder=True) if model.config.is_encoder_decoder else None
         self._routes = "output_router_logits" in parameters
         self.output_type = output_type(forward)
         self.cache_argument = cache_argument(forward)
@@ -128,6 +134,8 @@ class BoundModel:
             return "need weights that stay where they are, accelerate offloads some of this model's"
         if self.layer_devices is not None:
             return "need one device, this model is spread over several"
+        if self.traits.cross:
+            return "need a decoder alone, this one attends to what an encoder has read"
         if not self.traits.runs_packed:
             return "need attention over the pool, this model's own attention runs over gathered keys and values"
         return None
@@ -162,13 +170,17 @@ class BoundModel:
 
     @property
     def max_context(self) -> int:
-        config = self.model.config.get_text_config(decoder=True)
-        return getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT
+        return getattr(self.text_config, "max_position_embeddings", None) or DEFAULT_CONTEXT
 
     @property
     def vocab_size(self) -> int:
-        size: int = self.model.config.get_text_config(decoder=True).vocab_size
+        size: int = self.text_config.vocab_size
         return size
+
+    @property
+    def text_config(self) -> Any:
+        """The config of its language model, or decoder."""
+        return self._decoder_config or self.model.config.get_text_config(decoder=True)
 
     # Where a thread is
 
@@ -227,7 +239,8 @@ class BoundModel:
     @contextmanager
     def _entering(self) -> Iterator[None]:
         scope = paged_attention_scope(self.configs) if self.traits.runs_packed else nullcontext()
-        with scope, self._mixers.scope(), self._layers():
+        told = nullcontext() if self._told_past is None else self._told_past.scope()
+        with scope, told, self._mixers.scope(), self._layers():
             yield
 
     def find_layers(self) -> None:
@@ -245,12 +258,14 @@ class BoundModel:
         cache: Cache,
         keep: Tensor | int | None,
         is_compiled: bool = False,
+        sources: Tensor | None = None,
     ) -> Tensor:
         """The forward of a step.
 
         Args:
             tokens: `[B, Q]`, as the layout has them.
             keep: The columns of which logits are wanted, or how many at the end; `None`: all.
+            sources: `[E, hidden_size]`, what encoders have made that is new to the step, one after another.
             is_compiled: Whether it runs compiled, in the pieces that attention leaves (the same few for all layers).
 
         Returns:
@@ -266,6 +281,12 @@ class BoundModel:
                 inputs["inputs_embeds"] = put_in(own, tokens.given, tokens.given_at)
         if self.takes_positions:
             inputs["position_ids"] = tokens.position_ids
+        if self.source_tap is not None:
+            positions = None if self.traits.tells_positions else tokens.position_ids
+            model = self.source_tap.handing(model, sources, attention_mask, positions)
+            inputs = {self.cache_argument: cache, "decoder_input_ids": tokens.input_ids}
+            inputs["encoder_outputs"] = self.source_tap.stand_in(*self.placement)
+            attention_mask = None
         if self._routes:  # its config may ask for a loss, which reckons with a mask in a caller's shape
             inputs["output_router_logits"] = False
         if self.chooses_logits and keep is not None:
@@ -310,6 +331,11 @@ class BoundModel:
     def run_bare(self, **inputs: Any) -> Any:
         """Runs the forward of the unpatched class on the model as its user left it; this is no step."""
         return self._forward(self.model, **inputs)
+
+    def reach_decoder(self, arguments: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+        """What the decoder of this model is handed of a call; see `SourceTap.reach`."""
+        assert self.source_tap is not None
+        return self.source_tap.reach(self.model, self._forward, arguments)
 
     def reach(self, twin: Twin, arguments: dict[str, Any]) -> InnerCall:
         """Finds what the wrapper that this model is hands to its language model; see `Wrapper.reach`."""

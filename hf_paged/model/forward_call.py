@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from hf_paged.kernels.transfers import to_device, to_host
+from hf_paged.core.sequence import Source
 from hf_paged.model.cache_argument import CACHE_ARGUMENTS
 from hf_paged.model.wrapper import InnerCall, Twin
 
@@ -29,6 +30,7 @@ class ForwardCall:
         is_known: Whether keys and values follow from the tokens as they are told here.
         given: Of a wrapper, all arguments of its forward as they were given.
         twin: Of a wrapper, the model with the call's state.
+        sources: What an encoder has read for each row, of rows that begin.
     """
 
     input_ids: Tensor | None
@@ -42,6 +44,7 @@ class ForwardCall:
     is_known: bool = True
     given: dict[str, Any] | None = field(default=None, repr=False)
     twin: Twin | None = field(default=None, repr=False)
+    sources: list[Source] | None = field(default=None, repr=False)
 
     @property
     def tokens(self) -> Tensor:
@@ -125,6 +128,7 @@ class ForwardCall:
             is_known=self.is_known,
             given=None if self.given is None else pick_all(self.given),
             twin=self.twin,
+            sources=None if self.sources is None else _pick_rows(self.sources, rows),
         )
         if self.inner is not None:
             inner = self.inner
@@ -151,6 +155,9 @@ class ForwardCall:
         told = (own.inner.inputs_embeds, own.inner.extras) if own.inner is not None else ()
         if self.given is not None and (self.others or not self.is_known):
             return False  # what else a wrapper was given can't be told apart by rows
+        digests = [source.digest for source in self.sources or ()]
+        if any(digest != digests[row - row % fan_out] for row, digest in enumerate(digests)):
+            return False
         for value in (own.tokens, own.attention_mask, positions, *own.others.values(), *told):
             if isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] == self.tokens.shape[0]:
                 if value.shape[0] % fan_out:

@@ -139,6 +139,9 @@ class PackedForward:
             if sequence.num_tokens == 0:
                 sequence.position_offset, sequence.is_recomputable = self.offsets[row], True
                 sequence.adapter, own = adapter, () if adapter is None else (adapter.key,)
+                if self.call.sources is not None:
+                    sequence.source = self.call.sources[row]
+                    own = sequence.source.digest, *own
                 sequence.extra_key = (*(state or ()), sequence.position_offset, *salt, *own)
             elif adapter is not sequence.adapter or (state is not None and not sequence.is_of(state)):
                 if sequence.num_uncomputed_tokens:

@@ -14,6 +14,7 @@ from hf_paged.attention.context import WantedTokens, forward_context
 from hf_paged.attention.lazy import lazy
 from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.attention.pool_attention import PoolAttention
+from hf_paged.attention.source_step import SourceCache, SourceStepCache, source_metadata
 from hf_paged.attention.shared_prefix import SharedPrefixes, one_run
 from hf_paged.kernels.transfers import to_device
 from hf_paged.model.bound_model import BoundModel
@@ -55,12 +56,14 @@ class PackedRunner:
         rows: Tensor | None,
         states: StateStep | None = None,
         is_compiled: bool = False,
+        sources: Tensor | None = None,
     ) -> Tensor:
         """One forward.
 
         Args:
             tokens: `[T]`, on the device.
             rows: `[K]`, the tokens whose logits are wanted; `None`: all.
+            sources: See `BoundModel.logits`.
 
         Returns:
             `[K, vocab_size]`.
@@ -71,7 +74,8 @@ class PackedRunner:
         if rows is None and None in traits.layers:
             # Told by a number (none: 0), some cut off tokens, and the mask, before layers that attend to others' keys.
             rows = torch.arange(len(tokens.input_ids), device=tokens.input_ids.device)
-        cache: StepCache
+        cache: StepCache | SourceStepCache
+        source: SourceCache | None = None
         noting: LayerNotingCache | None = None
         if self._latents is not None:
             positions = tokens.position_ids if traits.tells_positions else None
@@ -79,11 +83,18 @@ class PackedRunner:
         elif traits.shares_attention:
             cache = noting = LayerNotingCache(states)
         else:
-            cache = StepCache(states, tokens.position_ids if traits.tells_positions else None)
+            positions = tokens.position_ids if traits.tells_positions else None
+            cache = StepCache(states, positions, tells_all=not model.takes_positions)
+        if traits.cross:
+            source = SourceCache(len(traits.cross), len(traits.stored) - len(traits.cross), tokens.input_ids.device)
+            cache = SourceStepCache(cache, source, is_fresh=sources is not None)
         is_moved = attention.kv_cache.layer_devices is not None
-        wanted = None if rows is None or states is not None else self._wanted(rows, metadata, attention)
+        is_whole = rows is None or states is not None or source is not None
+        wanted = None if is_whole or rows is None else self._wanted(rows, metadata, attention)
         with forward_context(step, tokens.input_ids.device, is_moved, wanted, noting) as sentinel:
-            logits = model.logits(tokens.as_row(), sentinel, cache, rows, is_compiled)[0]
+            if source is not None:
+                source.sentinel = sentinel
+            logits = model.logits(tokens.as_row(), sentinel, cache, rows, is_compiled, sources)[0]
         return logits if model.chooses_logits or rows is None else logits[rows]
 
     def _wanted(
@@ -114,7 +125,8 @@ class PackedRunner:
         positions = np.concatenate([np.arange(length - new, length) for new, length in lens])
         tokens = TokenInputs(to_device(positions % self._model.vocab_size, device), to_device(positions, device))
         rows = rows_of(np.cumsum(query_lens) - 1, attention)
-        groups = [metadata, *(metadata.with_tables(tables) for _ in kv_cache.groups.windows[1:])]
+        groups = [metadata, *(metadata.with_tables(tables) for _ in kv_cache.groups.own_windows[1:])]
+        groups += source_metadata([tables] * kv_cache.groups.num_cross, query_lens, seq_lens, np.arange(0), metadata)
         states = StateStep.in_null_block(self._model.traits, kv_cache, seq_lens - query_lens, query_lens)
         with self._model.mode():
             return self.run(tokens, groups, attention, rows, states)

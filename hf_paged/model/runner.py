@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_paged.attention.metadata import AttentionMetadata
+from hf_paged.attention.metadata import AttentionMetadata, padded_tables
 from hf_paged.attention.pool_attention import PoolAttention
+from hf_paged.attention.source_step import source_metadata
 from hf_paged.core.batch import Batch
 from hf_paged.core.config import PagedConfig
 from hf_paged.kernels.transfers import to_device
@@ -37,7 +38,12 @@ class ModelRunner:
         self.graphs = GraphRunner(model, self.packed, num_moves, config, memory)
 
     def run(
-        self, batch: Batch, attention: PoolAttention, embeddings: Tensor | None = None, chosen: Tensor | None = None
+        self,
+        batch: Batch,
+        attention: PoolAttention,
+        embeddings: Tensor | None = None,
+        chosen: Tensor | None = None,
+        sources: Tensor | None = None,
     ) -> Tensor:
         """Runs a step through the model: cache writes, attention, logits.
 
@@ -48,6 +54,7 @@ class ModelRunner:
             batch: The step; what it does to blocks is done.
             embeddings: `[E, hidden_size]` or wider, what the tokens of `batch.embedded` were given as.
             chosen: The tokens that the step before has chosen, on the device, for the batch's placeholders.
+            sources: `[E, hidden_size]`, what encoders have made of the batch's fresh sources, one after another.
 
         Returns:
             `[K, vocab_size]`, of the rows that the batch wants; of its first token if it wants none.
@@ -60,12 +67,12 @@ class ModelRunner:
                 return logits
         with model.mode():
             if not batch.adapters:
-                return self._run(batch, step, attention)
+                return self._run(batch, step, attention, sources)
             slots = slots_of(batch)
             with model.adapters.running([slots, slots[step.wanted if len(step.wanted) else [0]]]):
-                return self._run(batch, step, attention)
+                return self._run(batch, step, attention, sources)
 
-    def _run(self, batch: Batch, step: HostStep, attention: PoolAttention) -> Tensor:
+    def _run(self, batch: Batch, step: HostStep, attention: PoolAttention, sources: Tensor | None) -> Tensor:
         kv_cache, tokens = attention.kv_cache, step.tokens.to(attention.kv_cache.device)
         metadata = list(step.metadata)
         for group, chunk in enumerate(kv_cache.groups.chunks):
@@ -78,7 +85,11 @@ class ModelRunner:
         if batch.spans:
             return self._run_apart(batch.spans, tokens, metadata, attention, logit_rows)
         states = StateStep.of(batch, self._model.traits, kv_cache)
-        return self.packed.run(tokens, metadata, attention, rows_of(logit_rows, attention), states)
+        if batch.sources is not None:
+            tables = padded_tables(batch.sources.tables, [None] * len(batch.sources.tables), kv_cache.null_block, np.int64)
+            lens, fresh = (np.frombuffer(own, np.int64) for own in (batch.sources.lens, batch.sources.fresh))
+            metadata += source_metadata(tables, metadata[0].host_query_lens, lens, fresh, metadata[0])
+        return self.packed.run(tokens, metadata, attention, rows_of(logit_rows, attention), states, sources=sources)
 
     def _run_apart(
         self,

@@ -67,7 +67,7 @@ class HostStep:
     ) -> HostStep:
         """The step of a batch; arguments as of `ModelRunner.run`."""
         starts, query_lens = np.frombuffer(batch.starts, np.int64), np.frombuffer(batch.query_lens, np.int64)
-        tables = padded_tables(batch.tables, kv_cache.groups.windows, kv_cache.null_block, np.int64)
+        tables = padded_tables(batch.tables, kv_cache.groups.own_windows, kv_cache.null_block, np.int64)
         lens = query_lens, starts + query_lens
         metadata = AttentionMetadata.of_groups(tables, *lens, kv_cache.block_size, kv_cache.null_block, kv_cache.device)
         wanted, tokens = np.asarray(batch.logit_rows, dtype=np.int64), TokenInputs.of(batch, embeddings, chosen)

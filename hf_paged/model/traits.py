@@ -21,6 +21,7 @@ class ModelTraits:
         layers: What each of its layers caches; `None`: nothing of its own.
         why_padded: What went wrong when it was tried in the packed layout; empty if that is how it runs.
         tells_positions: Whether its layers reckon with how much is cached before each token.
+        cross: What each of its layers caches of what an encoder has read; empty of a model without one.
         indexers: Beside that: the keys of what chooses the tokens that a layer attends to. Empty if there is no such.
         runs_packed: Whether its attention runs over the packed batch of real tokens, straight from the pool. If not,
             the model keeps its own attention and is given gathered keys and values.
@@ -51,11 +52,12 @@ class ModelTraits:
     indexers: tuple[AttentionSpec | None, ...] = ()
     tells_positions: bool = False
     why_padded: str = ""
+    cross: tuple[AttentionSpec | None, ...] = ()
 
     @property
     def stored(self) -> tuple[AttentionSpec | None, ...]:
-        """All that is cached of a token: of each layer, then of each layer's indexer."""
-        return (*self.layers, *self.indexers)
+        """All that is cached of a token: of each layer, then of each layer's indexer, then of what an encoder read."""
+        return (*self.layers, *self.indexers, *self.cross)
 
     @property
     def has_latents(self) -> bool:

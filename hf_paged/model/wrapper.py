@@ -65,8 +65,8 @@ class InnerCall:
         return self.inputs_embeds if self.extras is None else torch.cat([self.inputs_embeds, self.extras], dim=-1)
 
 
-class _ReachedError(Exception):
-    """Unwinds a wrapper's forward at the call of its language model."""
+class ReachedError(Exception):
+    """Unwinds a model's forward at the call of a part of it."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         super().__init__()
@@ -162,15 +162,15 @@ class Wrapper:
             ValueError: It never called its language model.
         """
         inner = twin.innermost._modules[self.path[-1]]
-        names = _arguments_of(inner)
+        names = arguments_of(inner)
 
         def reached(*args: Any, **kwargs: Any) -> Any:
-            raise _ReachedError(names(*args, **kwargs))
+            raise ReachedError(names(*args, **kwargs))
 
-        self._tap(twin, inner, reached)
+        tap(twin, self.path, inner, reached)
         try:
             forward(twin.model, **arguments)
-        except _ReachedError as error:
+        except ReachedError as error:
             found = _inner_call(inner, error.arguments)
             if isinstance(found.attention_mask, dict):
                 self.mask_kinds = tuple(found.attention_mask)
@@ -218,22 +218,26 @@ class Wrapper:
         """
         twin = Twin(model, self.path, {})
         inner = twin.innermost._modules[self.path[-1]]
-        names = _arguments_of(inner)
+        names = arguments_of(inner)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             return inner.forward(**_handed(inner, names(*args, **kwargs), given, places))
 
-        self._tap(twin, inner, forward)
+        tap(twin, self.path, inner, forward)
         return twin.model
 
-    def _tap(self, twin: Twin, inner: Any, forward: Callable[..., Any]) -> None:
-        tap = _shallow_copy(inner)
-        tap.__dict__["forward"] = forward
-        twin.innermost._modules[self.path[-1]] = tap
+
+def tap(twin: Twin, path: tuple[str, ...], inner: Any, forward: Callable[..., Any]) -> None:
+    """Puts a copy of the part at a twin's path in its place, with this forward."""
+    copy = _shallow_copy(inner)
+    copy.__dict__["forward"] = forward
+    twin.innermost._modules[path[-1]] = copy
 
 
 def inner_path(model: Any) -> str | None:
     """Where a model has a language model of its text config, dots between; `None`: it has none but itself."""
+    if model.config.is_encoder_decoder:  # whose decoder is tapped; a flat config would give a copy of itself
+        return None
     text = model.config.get_text_config(decoder=True)
     if text is model.config:
         return None
@@ -267,7 +271,7 @@ def _shallow_copy(module: Any) -> Any:
     return copy
 
 
-def _arguments_of(inner: Any) -> Callable[..., dict[str, Any]]:
+def arguments_of(inner: Any) -> Callable[..., dict[str, Any]]:
     """Returns what names the arguments that a language model is called with."""
     signature = inspect.signature(inner.forward)
 

@@ -77,9 +77,12 @@ def _decoding(loop: str) -> Callable[..., Any]:
         )
         if call.is_submitted:  # which is shared between ranks as a request
             return prepare(self, call)
-        if engine.ranks is None:
-            return run_call(engine, prepare(self, call))
-        return run_on_ranks(engine, loop, call, call.device, lambda: run_call(engine, prepare(self, call)))
+        if engine.ranks is not None:
+            return run_on_ranks(engine, loop, call, call.device, lambda: run_call(engine, prepare(self, call)))
+        result = run_call(engine, prepare(self, call))
+        if engine.traits.cross:  # Whisper's generate() runs loop after loop, whose draws follow each other
+            context.states = DRAWS.states(context.states)
+        return result
 
     return decode
 

@@ -87,7 +87,7 @@ def probe_decoder(base: type[PreTrainedModel], config: PreTrainedConfig) -> Tria
             if not why_not:
                 layers = _windowed(found[0], whole) if has_windows else found[0]
                 return Trial(replace(traits, layers=layers, cross=found[1]), (model, traits))
-            why_stock = why_stock or why_not
+            why_stock = why_stock if why_stock.startswith(why_not) else f"{why_stock}; {why_not}" if why_stock else why_not
             if keeps_inference_tensors(model):
                 model = build(base, model.config)
     return Trial(ModelTraits(found[0], False, rows_independent=False, why_padded=why_stock, cross=found[1]))
@@ -97,7 +97,7 @@ def _noted_decoder(
     model: PreTrainedModel, run: Callable[[EncoderDecoderCache], Tensor]
 ) -> tuple[tuple[Layers, Layers], Tensor]:
     """What a decoder's layers store of its own tokens, and of what an encoder has read; and what `run` returns."""
-    with noting(model) as own, noting(model) as cross:
+    with noting(model) as own, noting(model, is_cross=True) as cross:
         result = run(EncoderDecoderCache(own, cross))
     num_layers = 1 + max(own.noted)
     crossing = (None if spec is None else replace(spec, is_cross=True) for spec in listed(cross.noted, num_layers))

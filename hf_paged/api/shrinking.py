@@ -19,7 +19,8 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"moe_intermediate_size|shared_expert_intermediate_size|expert_.*_(size|dim)|moe_.*_size", 24),
     (r".*intermediate_size.*|(.*_)?ffn_dim|n_inner|ffn_hidden_size|inner_dim|d_ff|d_inner", 48),
     (r"(max|n)_position(_embedding)?s|max_sequence_length|max_seq_len(gth)?|n_ctx", 128),
-    (r"sliding_window|attention_window", 5),
+    (r"sliding_window", 5),
+    (r"attention_window", 6),  # on both sides
     (r"attention_chunk_size", 6),
     (r"floor_scale|log_scaling_n_floor", 4),
     (r"(n|num)_(routed_|local_|moe_)?experts|(moe_)?num_(local_)?experts|n_experts", 4),

@@ -35,8 +35,8 @@ class NotingCache(DynamicCache):
         is_shared: Whether keys were stored under another number than that of the module that stored them.
     """
 
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config=config)
+    def __init__(self, config: PreTrainedConfig, is_cross: bool = False) -> None:
+        super().__init__(config=None if is_cross else config)
         self.config = config.get_text_config(decoder=True)
         self.noted: Noted = {}
         self.indexed: Noted = {}
@@ -86,9 +86,13 @@ class NotingCache(DynamicCache):
 
 
 @contextmanager
-def noting(model: PreTrainedModel) -> Iterator[NotingCache]:
-    """An empty cache for forwards of this model, and within it, hooks that tell the cache which modules are running."""
-    cache = NotingCache(model.config)
+def noting(model: PreTrainedModel, is_cross: bool = False) -> Iterator[NotingCache]:
+    """An empty cache for forwards of this model, and within it, hooks that tell the cache which modules are running.
+
+    Args:
+        is_cross: It is for what an encoder has read, which layers see all of.
+    """
+    cache = NotingCache(model.config, is_cross)
 
     def begin(module: nn.Module, _: Any) -> None:
         cache.running.append(module)

@@ -35,9 +35,10 @@ class Past(Tensor):
         name = getattr(func, "__name__", "")
         if name in _COMPARISONS:
             return found.any()
-        return found.as_subclass(cls) if name == "clone" else found
+        return found.as_subclass(cls) if name in _KEEPING and isinstance(found, Tensor) else found
 
 
+_KEEPING = {"clone", "add", "__add__", "__radd__"}
 _COMPARISONS = {"gt", "ge", "lt", "le", "__gt__", "__ge__", "__lt__", "__le__"}
 
 
@@ -194,6 +195,10 @@ class PagedCache(Cache):
         ValueError: The model isn't patched, or is one whose calls run stock `generate()`.
     """
 
+    def __new__(cls, model: Any = None) -> PagedCache:
+        engine = getattr(model, "paged", None)
+        return object.__new__(cls if engine is None else type_of_cache(engine.store, cls))
+
     def __init__(self, model: Any) -> None:
         engine = getattr(model, "paged", None)
         if engine is None:
@@ -209,7 +214,7 @@ class PagedCache(Cache):
     @classmethod
     def for_call(cls, store: SequenceStore, fan_out: int) -> PagedCache:
         """The cache of one `generate()` call, whose rows come in runs of `fan_out` equal prompts."""
-        cache = cls.__new__(cls)
+        cache = object.__new__(type_of_cache(store, cls))
         cache._setup(store)
         cache.expect_fan_out(fan_out)
         cache.owned_by_call = True
@@ -224,7 +229,7 @@ class PagedCache(Cache):
         self._width = 0
         self._windows = store.windows()
         self._records_past = False
-        super().__init__(layers=[PagedLayer(self, index) for index in range(store.num_layers)])
+        Cache.__init__(self, layers=[PagedLayer(self, index) for index in range(store.num_layers)])
 
     def __repr__(self) -> str:
         return f"PagedCache(batch_size={self.batch_size}, seq_length={self.get_seq_length()})"
@@ -428,6 +433,15 @@ class PagedCache(Cache):
 
     def __reduce__(self) -> Any:
         raise TypeError("a PagedCache lives in its model's block pool and can't be pickled; keep the token ids instead")
+
+
+def type_of_cache(store: SequenceStore, kind: type[PagedCache]) -> type[PagedCache]:
+    """`PagedCache`, or the one for models with an encoder."""
+    if kind is PagedCache and store.num_cross:
+        from hf_paged.attention.source_cache import PagedSourceCache
+
+        return PagedSourceCache
+    return kind
 
 
 _NO_INTEGERS = (torch.bool, torch.complex64, torch.complex128)

@@ -24,6 +24,16 @@ class ModelLayers:
     def num_layers(self) -> int:
         return self._traits.num_layers
 
+    @property
+    def num_stored(self) -> int:
+        """Places for what is cached, of layers, their indexers, and their cross-attention."""
+        return len(self._traits.stored)
+
+    @property
+    def num_cross(self) -> int:
+        """Layers, if they attend to what an encoder has read."""
+        return len(self._traits.cross)
+
     def windows(self) -> list[int | None]:
         """The last tokens that each layer keeps and a query sees, itself included; `None`: all."""
         return [None if layer is None else layer.window for layer in self._traits.stored]

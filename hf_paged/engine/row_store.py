@@ -150,7 +150,13 @@ class RowStore(ModelLayers):
         return self._pool.kv_cache.groups.places[layer][0]
 
     def _slots(self, sequence: Sequence, group: int, token_index: np.ndarray) -> np.ndarray:
-        table = np.array(self._core.manager.blocks(sequence.seq_id, group), dtype=np.int64)
+        groups = self._pool.kv_cache.groups
+        number = group - len(groups.own_windows)
+        if number < 0:
+            table = np.array(self._core.manager.blocks(sequence.seq_id, group), dtype=np.int64)
+        else:  # of what an encoder has read
+            table = np.array(self._core.manager.get(sequence.seq_id).state, dtype=np.int64)
+            table = table.reshape(groups.num_cross, -1)[number]
         table[table == GONE] = self._pool.kv_cache.null_block
         block_size = self._core.config.block_size
         return table[token_index // block_size] * block_size + token_index % block_size

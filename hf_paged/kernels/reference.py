@@ -166,10 +166,11 @@ def paged_attention(
     sinks: Tensor | None = None,
     output: Tensor | None = None,
     read: Read | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of the packed batch over block tables: prefill, chunked prefill and decode in one.
 
-    `softmax(softcap(scale * q k^T) + mask) v`, with `softcap(x) = cap * tanh(x / cap)` (Gemma 2)
+    `softmax(softcap(scale * q k^T) + bias + mask) v`, with `softcap(x) = cap * tanh(x / cap)` (Gemma 2)
     and a sink logit per head that joins the softmax's denominator only (GPT-OSS). This step's keys and values must be
     in the cache already. Memory a masked slot holds must be finite: the engine zeroes blocks when it hands them out.
 
@@ -184,11 +185,13 @@ def paged_attention(
         output: `[T, num_heads, head_dim]`, where other sequences' tokens are done: those of `groups` are written to it.
             `None`: these are all tokens, to be written to a new tensor.
         read: Where the pool holds latents: keys and values `[G, heads, S, ...]` of whole rows `[G, 1, S, width]`.
+        bias: `[num_heads, distances]`, added to the scores of a query and a key so many tokens before it (T5); the
+            last one to all that are farther.
 
     Returns:
         `[T, num_heads, head_dim]` in the query's dtype, or autocast's.
     """
-    is_plain = softcap is None and sinks is None
+    is_plain = softcap is None and sinks is None and bias is None
 
     def attend(rows: Tensor, group: PaddedGroup) -> Tensor:
         if is_plain and group.is_whole and (sliding_window is None or group.longest <= sliding_window):
@@ -207,7 +210,8 @@ def paged_attention(
             mask = _repeat_mask(view.mask, packed.shape[2])
             result = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scale)
         else:
-            result = _explicit_attention(packed, key, value, view.mask, scale, softcap, sinks)
+            by_place = None if bias is None else _by_place(bias, group, key.shape)
+            result = _explicit_attention(packed, key, value, view.mask, scale, softcap, sinks, by_place)
         return _unpack_heads(result, rows.shape[1])
 
     first = groups[0]
@@ -225,6 +229,13 @@ def paged_attention(
             output[group.token_index[group.is_real]] = result[group.is_real]
     assert output is not None
     return output
+
+
+def _by_place(bias: Tensor, group: PaddedGroup, shape: torch.Size) -> Tensor:
+    """`[G, num_kv_heads, queries_per_kv, Q, S]`, what a bias by distance adds to the scores of keys of this shape."""
+    columns = torch.arange(shape[2], device=bias.device)
+    distance = (group.query_positions[:, :, None] - columns).clamp(0, bias.shape[1] - 1)
+    return bias[:, distance].transpose(0, 1).unflatten(1, (shape[1], -1))
 
 
 def copy_blocks(kv_cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
@@ -262,6 +273,7 @@ def _explicit_attention(
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
+    bias: Tensor | None,
 ) -> Tensor:
     """The formula of `paged_attention` written out, for what `scaled_dot_product_attention` has no argument for."""
     groups, num_kv_heads, packed_length, head_dim = packed.shape
@@ -269,6 +281,8 @@ def _explicit_attention(
     scores = (packed @ key.transpose(-1, -2) * scale).view(groups, num_kv_heads, -1, length, keys)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
     scores = scores + mask[:, :, None]
     if sinks is not None:
         column = sinks.to(scores.dtype).view(1, num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)

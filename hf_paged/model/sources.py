@@ -99,7 +99,9 @@ class SourceTap:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             given = self._names(*args, **kwargs)
-            given |= {"attention_mask": sentinel, "encoder_attention_mask": None}
+            given["attention_mask"] = sentinel
+            if "encoder_attention_mask" in given:  # what it hides isn't in the pool
+                given["encoder_attention_mask"] = None
             if sources is not None:
                 given["encoder_hidden_states"] = sources[None]
             if positions is not None and self._takes_positions:

@@ -13,45 +13,54 @@ from torch import Tensor, nn
 from hf_paged.attention.cache import Past
 from hf_paged.attention.paged_attention import BIAS_TABLE
 
-_POSITIONS, _BIAS = "create_position_ids_from_input_ids", "compute_bias"
+_BIAS = "compute_bias"
 
 
 class ToldPast:
-    """Methods of a model's modules that add the cached length to places in a row, or make a bias of distances.
+    """Modules that count a row's tokens (padding not) to place them, or make a bias of distances.
 
-    In a packed row places are not those of a sequence. Called with what a `StepCache` tells, the former see each token
-    as a row of its own, and the latter returns a stand-in, which says what belongs to each distance.
+    In a packed row places are not those of a sequence. Told what a `StepCache` tells, the former are given each token
+    as a row of its own, and the latter return a stand-in, which says what belongs to each distance.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._methods: list[tuple[nn.Module, str, Callable[..., Any]]] = []
         for module in model.modules():
-            if hasattr(module, _POSITIONS):
-                self._methods.append((module, _POSITIONS, _positions_token_by_token))
+            if hasattr(module, "create_position_ids_from_input_ids"):
+                self._methods.append((module, "forward", _token_by_token))
             if hasattr(module, "relative_attention_bias") and hasattr(module, _BIAS):
-                self._methods.append((module, _BIAS, partial(_bias_by_distance, module)))
+                self._methods.append((module, _BIAS, _bias_by_distance))
 
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Within it, these methods take what steps tell; from other callers, what they always took."""
         try:
             for module, name, changed in self._methods:
-                module.__dict__[name] = partial(changed, getattr(type(module), name).__get__(module))
+                module.__dict__[name] = partial(changed, module, getattr(module, name))
             yield
         finally:
             for module, name, _ in self._methods:
                 module.__dict__.pop(name, None)
 
 
-def _positions_token_by_token(stock: Callable[..., Tensor], ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _token_by_token(module: Any, stock: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     past = next((value for value in (*args, *kwargs.values()) if isinstance(value, Past)), None)
     if past is None:
-        return stock(ids, *args, **kwargs)
-    column = past.as_subclass(Tensor)
-    column = (column + torch.arange(len(column), device=column.device))[:, None]
-    args = tuple(column if value is past else value for value in args)
-    kwargs = {name: column if value is past else value for name, value in kwargs.items()}
-    return stock(ids.reshape(-1, 1), *args, **kwargs).reshape(ids.shape)
+        return stock(*args, **kwargs)
+    places = past.as_subclass(Tensor)
+    places = (places + torch.arange(len(places), device=places.device))[:, None]
+    if hasattr(module, "make_weights"):  # a table that grows with the longest row
+        longest = module.padding_idx + 2 + int(places.max())
+        if longest > module.weights.shape[0]:
+            module.make_weights(longest + module.offset, module.embedding_dim, module.padding_idx)
+
+    def as_rows(value: Any) -> Any:
+        if value is past:
+            return places.as_subclass(Past)
+        is_row = isinstance(value, Tensor) and value.shape[:2] == (1, len(places))
+        return value.transpose(0, 1) if is_row else value
+
+    return stock(*map(as_rows, args), **{name: as_rows(value) for name, value in kwargs.items()}).transpose(0, 1)
 
 
 def _bias_by_distance(module: Any, stock: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:

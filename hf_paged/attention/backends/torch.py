@@ -75,4 +75,5 @@ class TorchStep:
             params.softcap,
             params.sinks,
             output=begun,
+            bias=params.bias,
         )

@@ -71,4 +71,6 @@ def _sequence(pool: KVPool, sequence: Sequence) -> dict[str, Any]:
         "tail": [token if isinstance(token, int) else -1 for token in sequence.token_ids[-_TAIL:]],
         "block_table": pool.manager.block_table(sequence.seq_id),
         "block_tables": pool.manager.block_tables(sequence.seq_id),
+        "source_tokens": 0 if sequence.source is None else sequence.source.num_tokens,
+        "source_blocks": pool.manager.get(sequence.seq_id).state.tolist() if sequence.source is not None else [],
     }

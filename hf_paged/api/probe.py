@@ -82,7 +82,7 @@ def probe_decoder(base: type[PreTrainedModel], config: PreTrainedConfig) -> Tria
     for has_windows in (True, False) if windowed != tiny[0] else (False,):
         for is_told, may_infer in itertools.product((False, True), (True, False)):
             layers = windowed if has_windows else tiny[0]
-            traits = ModelTraits(layers, True, True, may_infer, tells_positions=is_told, cross=tiny[1])
+            traits = ModelTraits(layers, True, True, may_infer, tells_positions=is_told, tells_all=is_told, cross=tiny[1])
             why_not = difference(model, traits, expected)
             if not why_not:
                 layers = _windowed(found[0], whole) if has_windows else found[0]
@@ -134,9 +134,12 @@ def probe(base: type[PreTrainedModel], config: PreTrainedConfig) -> Trial | str:
     failure, alone = "", None
     # Of a wrapper the calls themselves say what they see.
     is_causal = bool(found.states) or Wrapper.of(model) is not None or not sees_ahead(model)
-    why_padded = _why_padded(base, config, found) if is_causal else "a token's keys follow from those behind it"
-    for traits, has_windows in _ways(config, tiny, tiny_stored, is_causal, not why_padded):
-        if traits.tells_positions and alone is None:  # stock tells a padded row's layers its columns
+    why_padded = _why_padded(config, found) if is_causal else "a token's keys follow from those behind it"
+    may_pack, takes_positions = not why_padded, "position_ids" in inspect.signature(base.forward).parameters
+    if may_pack and not takes_positions and not found.states:
+        why_padded = "it takes no position_ids: it places tokens by their column, which a packed batch doesn't have"
+    for traits, has_windows in _ways(config, tiny, tiny_stored, is_causal, may_pack, takes_positions):
+        if traits.tells_positions and takes_positions and alone is None:  # stock tells a padded row's layers its columns
             rows = range(len(LENGTHS))
             alone = torch.cat([logits(model, DynamicCache(config=model.config), row=row) for row in rows])
         failure = difference(model, traits, tiny.expected if alone is None or not traits.tells_positions else alone)
@@ -187,14 +190,12 @@ class _Tiny:
         return cls(model, noted, by_chunks, forms_differ=differ(one_by_one, by_chunks[:, 1:], _ROUNDING))
 
 
-def _why_padded(base: type[PreTrainedModel], config: PreTrainedConfig, found: Stored) -> str:
+def _why_padded(config: PreTrainedConfig, found: Stored) -> str:
     """What rules the packed layout out before it is tried; empty if nothing does."""
     if found.states:
         return ""
     if not _rows_independent(config.get_text_config(decoder=True)):
         return "its rotary embedding depends on the longest row of a batch"
-    if "position_ids" not in inspect.signature(base.forward).parameters:
-        return "it takes no position_ids: it places tokens by their column, which a packed batch doesn't have"
     if any(layer is not None for layer in found.indexers):
         return "which tokens a layer attends to is chosen by an indexer"
     return ""
@@ -226,7 +227,7 @@ def _as_wide(base: type[PreTrainedModel], config: PreTrainedConfig) -> Stored | 
 
 
 def _ways(
-    config: PreTrainedConfig, tiny: _Tiny, stored: Stored, is_causal: bool, may_pack: bool
+    config: PreTrainedConfig, tiny: _Tiny, stored: Stored, is_causal: bool, may_pack: bool, takes_positions: bool
 ) -> Iterator[tuple[ModelTraits, bool]]:
     """What may be tried, the best first, and whether it is with the windows that the config states."""
     text = config.get_text_config(decoder=True)
@@ -250,8 +251,10 @@ def _ways(
         for has_windows in (True, False) if windowed != stored.layers else (False,):
             packed = replace(own, layers=windowed if has_windows else stored.layers, runs_packed=True)
             may_tell = (False, True) if tiny.noted.is_asked and not stored.states else (False,)
+            may_tell = may_tell if takes_positions or stored.states else (True,)  # its cache tells it
             for is_told, may_infer in itertools.product(may_tell, (True, False)):
-                yield replace(packed, allows_inference_mode=may_infer, tells_positions=is_told), has_windows
+                told = {"tells_positions": is_told, "tells_all": is_told and not takes_positions}
+                yield replace(packed, allows_inference_mode=may_infer, **told), has_windows
         latent = with_latents(stored.layers)
         for may_infer in (True, False) if latent != stored.layers else ():
             yield replace(own, layers=latent, runs_packed=True, allows_inference_mode=may_infer), False

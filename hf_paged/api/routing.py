@@ -171,6 +171,7 @@ def engine_rows(model: Any, call: PreparedCall) -> CallRows | None:
         input_ids=call.input_ids if given is None else to_host([call.input_ids])[0],
         given=given,
         sources=sources,
+        places_by_column=model.paged.traits.places_by_column,
         padding=padding,
         num_samples=_fan_out(config),
         processors=call.processors,
@@ -258,7 +259,7 @@ def _given_prompts(model: Any, call: PreparedCall) -> list[GivenPrompt] | None:
         return None
     let_caller_first(core.pool.kv_device)
     with on_steps_stream(core.pool.kv_device):  # in their memory, as what a caller's forward is given
-        return PackedForward.prompts(forward, core.bound.takes_positions)
+        return PackedForward.prompts(forward, core.bound)
 
 
 def _first_forward(model: Any, call: PreparedCall) -> ForwardCall | None:

@@ -71,7 +71,9 @@ def logits(model: PreTrainedModel, past: Cache, edges: Sequence[int] = _EDGES, r
         mask = torch.ones_like(ids)
         for index, length in enumerate(LENGTHS):
             mask[index, : LONGEST - length] = 0
-        if row is not None:
+        if row is not None and getattr(past, "places_by_column", False):  # padding is part of the row
+            ids, mask, edges = ids[row : row + 1], mask[row : row + 1], (0, *edges[1:])
+        elif row is not None:
             padding = LONGEST - LENGTHS[row]
             ids, mask = (each[row : row + 1, padding:] for each in (ids, mask))
             edges = [max(0, edge - padding) for edge in edges]

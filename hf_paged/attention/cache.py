@@ -237,6 +237,11 @@ class PagedCache(Cache):
     # The engine's side
 
     @property
+    def places_by_column(self) -> bool:
+        """Whether left padding counts in the places of a row's tokens."""
+        return self.store.places_by_column
+
+    @property
     def sequences(self) -> list[Sequence | None]:
         """The stored rows: `batch_size / fan_out` of them; `None` for a finished one."""
         return self._rows.sequences

@@ -154,8 +154,7 @@ class CallerForwards:
     def _pack(self, cache: PagedCache, call: ForwardCall, active: list[int], padding: list[int]) -> PackedForward:
         sequences = [sequence for row in active if (sequence := cache.sequences[row]) is not None]
         cache.set_padding(padding, active)
-        takes_positions = self._core.bound.takes_positions
-        return PackedForward.make(call, sequences, padding, cache.get_seq_length(), takes_positions)
+        return PackedForward.make(call, sequences, padding, cache.get_seq_length(), self._core.bound)
 
     def _forward_called(
         self, cache: PagedCache, call: ForwardCall, active: list[int], padding: list[int] | None

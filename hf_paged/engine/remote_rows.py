@@ -25,6 +25,10 @@ class ModelLayers:
         return self._traits.num_layers
 
     @property
+    def places_by_column(self) -> bool:
+        return self._traits.places_by_column
+
+    @property
     def num_stored(self) -> int:
         """Places for what is cached, of layers, their indexers, and their cross-attention."""
         return len(self._traits.stored)

@@ -44,6 +44,7 @@ class CallRows:
         input_ids: `[rows, width]` on the CPU, left-padded; the rows of a prompt's `num_samples` samples follow each
             other.
         padding: Left padding of each row.
+        places_by_column: Whether the padding counts in a token's place.
         num_samples: Rows of each prompt, samples or beams.
         processors: Row-wise ones of transformers.
         criteria: Row-wise ones of transformers.
@@ -82,6 +83,7 @@ class CallRows:
     adapters: list[Adapter | None] = field(default_factory=list)
     given: list[GivenPrompt] | None = None
     sources: list[Source] = field(default_factory=list)
+    places_by_column: bool = False
     logprobs: LogprobsWanted | None = None
     grammar: Grammar | None = None
     beams: BeamSettings | None = None
@@ -119,6 +121,7 @@ def new_sequences(
         given = None if call.given is None else call.given[row // call.num_samples]
         sequence.token_ids = [*(call.prompts[row] if given is None else given.token_ids)]
         sequence.num_tokens = sequence.num_prompt_tokens = sequence.num_at_once = len(sequence.token_ids)
+        sequence.position_offset = call.padding[row] if call.places_by_column else 0
         if given is not None:
             sequence.spans, sequence.position_offset = given.spans, given.position_offset
             sequence.given_end = sequence.num_tokens

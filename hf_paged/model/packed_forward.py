@@ -13,6 +13,7 @@ from torch import Tensor
 from hf_paged.core.sequence import GivenPrompt, GivenToken, Sequence, Token
 from hf_paged.kernels.transfers import to_device, to_host
 from hf_paged.model.adapter import Adapter
+from hf_paged.model.bound_model import BoundModel
 from hf_paged.model.forward_call import ForwardCall
 from hf_paged.model.weights_version import WeightsKey
 
@@ -88,15 +89,18 @@ class PackedForward:
 
     @classmethod
     def make(
-        cls, call: ForwardCall, sequences: list[Sequence], padding: list[int], width: int, takes_positions: bool
+        cls, call: ForwardCall, sequences: list[Sequence], padding: list[int], width: int, bound: BoundModel
     ) -> PackedForward:
         """The forward of `call`'s rows; where it gives no position ids, a token's position is its column."""
         given = call.on_host().position_ids
         # On the host by name: the caller may have set another default device.
         columns = torch.arange(width, width + call.tokens.shape[1], device="cpu")
         index = columns - torch.tensor(padding, device="cpu")[:, None]
-        if not takes_positions:  # a token's place is its index in the sequence
-            return cls(call, sequences, padding, width, index[None], [0] * len(padding), [True] * len(padding))
+        if not bound.takes_positions:  # a token's place is its index in the sequence, or its column
+            is_shifted, are_uniform = bound.traits.places_by_column, [True] * len(padding)
+            places = columns.expand_as(index) if is_shifted else index
+            offsets = padding.copy() if is_shifted else [0] * len(padding)
+            return cls(call, sequences, padding, width, places[None], offsets, are_uniform)
         positions = columns if given is None else given.cpu()
         difference = positions - index  # [rows, columns], or [axes, rows, columns]
         if difference.ndim == 2:
@@ -161,12 +165,12 @@ class PackedForward:
                 sequence.num_prompt_tokens = sequence.num_tokens
 
     @classmethod
-    def prompts(cls, call: ForwardCall, takes_positions: bool) -> list[GivenPrompt] | None:
+    def prompts(cls, call: ForwardCall, bound: BoundModel) -> list[GivenPrompt] | None:
         """A first forward's rows, if each of them goes on with plain ids at the positions that follow; else `None`."""
-        padding = plain_padding(call, [0] * call.tokens.shape[0], 0, takes_positions)
+        padding = plain_padding(call, [0] * call.tokens.shape[0], 0, bound.takes_positions)
         if padding is None or call.others:
             return None
-        packed = cls.make(call, [], padding, 0, takes_positions)
+        packed = cls.make(call, [], padding, 0, bound)
         last = packed.positions[:, :, -1]
         if not bool((last == last[:1]).all()):
             return None

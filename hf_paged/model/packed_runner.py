@@ -84,7 +84,7 @@ class PackedRunner:
             cache = noting = LayerNotingCache(states)
         else:
             positions = tokens.position_ids if traits.tells_positions else None
-            cache = StepCache(states, positions, tells_all=not model.takes_positions)
+            cache = StepCache(states, positions, traits.tells_all)
         if traits.cross:
             source = SourceCache(len(traits.cross), len(traits.stored) - len(traits.cross), tokens.input_ids.device)
             cache = SourceStepCache(cache, source, is_fresh=sources is not None)

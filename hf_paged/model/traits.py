@@ -21,6 +21,7 @@ class ModelTraits:
         layers: What each of its layers caches; `None`: nothing of its own.
         why_padded: What went wrong when it was tried in the packed layout; empty if that is how it runs.
         tells_positions: Whether its layers reckon with how much is cached before each token.
+        tells_all: Whether the model itself does, too, taking no position ids.
         cross: What each of its layers caches of what an encoder has read; empty of a model without one.
         indexers: Beside that: the keys of what chooses the tokens that a layer attends to. Empty if there is no such.
         runs_packed: Whether its attention runs over the packed batch of real tokens, straight from the pool. If not,
@@ -51,6 +52,7 @@ class ModelTraits:
     shares_attention: bool = False
     indexers: tuple[AttentionSpec | None, ...] = ()
     tells_positions: bool = False
+    tells_all: bool = False
     why_padded: str = ""
     cross: tuple[AttentionSpec | None, ...] = ()
 
@@ -73,6 +75,11 @@ class ModelTraits:
     def runs_stock(self) -> bool:
         """Whether none of its calls runs over the pool."""
         return not self.is_batched and self.regime_length is None
+
+    @property
+    def places_by_column(self) -> bool:
+        """Whether padding before a token counts in its place, as the model takes no position ids."""
+        return self.tells_all and not self.cross
 
     @property
     def num_layers(self) -> int:

@@ -69,36 +69,40 @@ def probe_decoder(base: type[PreTrainedModel], config: PreTrainedConfig) -> Tria
     for heads in (4, None):
         try:
             model = build(base, shrink(config, heads))
-            tiny, expected = _noted_decoder(model, lambda past, model=model: logits(model, past))
+            tiny, expected = _noted_decoder(model, logits)
             break
         except Exception as error:
             failure = failure or error_text(error)
     else:
         return f"a shrunken copy of it could not be built and run to try ({failure:.200})"
     whole = on_meta(base, config)
-    found, _ = _noted_decoder(whole, lambda past: _decode_on_meta(whole, past))
+    found, _ = _noted_decoder(whole, _decode_on_meta)
     why_stock = ""
     windowed = _windowed(tiny[0], model)
     for has_windows in (True, False) if windowed != tiny[0] else (False,):
         for is_told, may_infer in itertools.product((False, True), (True, False)):
             layers = windowed if has_windows else tiny[0]
-            traits = ModelTraits(layers, True, True, may_infer, tells_positions=is_told, tells_all=is_told, cross=tiny[1])
+            traits = ModelTraits(
+                layers, True, True, may_infer, tells_positions=is_told, tells_all=is_told, cross=tiny[1]
+            )
             why_not = difference(model, traits, expected)
             if not why_not:
                 layers = _windowed(found[0], whole) if has_windows else found[0]
                 return Trial(replace(traits, layers=layers, cross=found[1]), (model, traits))
-            why_stock = why_stock if why_stock.startswith(why_not) else f"{why_stock}; {why_not}" if why_stock else why_not
+            why_stock = (
+                why_stock if why_stock.startswith(why_not) else f"{why_stock}; {why_not}" if why_stock else why_not
+            )
             if keeps_inference_tensors(model):
                 model = build(base, model.config)
     return Trial(ModelTraits(found[0], False, rows_independent=False, why_padded=why_stock, cross=found[1]))
 
 
 def _noted_decoder(
-    model: PreTrainedModel, run: Callable[[EncoderDecoderCache], Tensor]
+    model: PreTrainedModel, run: Callable[[PreTrainedModel, EncoderDecoderCache], Tensor]
 ) -> tuple[tuple[Layers, Layers], Tensor]:
     """What a decoder's layers store of its own tokens, and of what an encoder has read; and what `run` returns."""
     with noting(model) as own, noting(model, is_cross=True) as cross:
-        result = run(EncoderDecoderCache(own, cross))
+        result = run(model, EncoderDecoderCache(own, cross))
     num_layers = 1 + max(own.noted)
     crossing = (None if spec is None else replace(spec, is_cross=True) for spec in listed(cross.noted, num_layers))
     return (listed(own.noted, num_layers), tuple(crossing)), result
@@ -139,7 +143,9 @@ def probe(base: type[PreTrainedModel], config: PreTrainedConfig) -> Trial | str:
     if may_pack and not takes_positions and not found.states:
         why_padded = "it takes no position_ids: it places tokens by their column, which a packed batch doesn't have"
     for traits, has_windows in _ways(config, tiny, tiny_stored, is_causal, may_pack, takes_positions):
-        if traits.tells_positions and takes_positions and alone is None:  # stock tells a padded row's layers its columns
+        if (
+            traits.tells_positions and takes_positions and alone is None
+        ):  # stock tells a padded row's layers its columns
             rows = range(len(LENGTHS))
             alone = torch.cat([logits(model, DynamicCache(config=model.config), row=row) for row in rows])
         failure = difference(model, traits, tiny.expected if alone is None or not traits.tells_positions else alone)
@@ -253,8 +259,8 @@ def _ways(
             may_tell = (False, True) if tiny.noted.is_asked and not stored.states else (False,)
             may_tell = may_tell if takes_positions or stored.states else (True,)  # its cache tells it
             for is_told, may_infer in itertools.product(may_tell, (True, False)):
-                told = {"tells_positions": is_told, "tells_all": is_told and not takes_positions}
-                yield replace(packed, allows_inference_mode=may_infer, **told), has_windows
+                told = replace(packed, tells_positions=is_told, tells_all=is_told and not takes_positions)
+                yield replace(told, allows_inference_mode=may_infer), has_windows
         latent = with_latents(stored.layers)
         for may_infer in (True, False) if latent != stored.layers else ():
             yield replace(own, layers=latent, runs_packed=True, allows_inference_mode=may_infer), False

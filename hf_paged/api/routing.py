@@ -62,7 +62,11 @@ def why_stock(model: Any, generation_config: GenerationConfig, cache: Any, verif
         return "output_attentions=True"
     if _peft_type(model) in ("PREFIX_TUNING", "CARTRIDGE"):
         return "its PEFT adapter brings learned keys and values in a cache of its own"
-    if model.paged.traits.cross and generation_config.output_hidden_states and generation_config.return_dict_in_generate:
+    if (
+        model.paged.traits.cross
+        and generation_config.output_hidden_states
+        and generation_config.return_dict_in_generate
+    ):
         return "output_hidden_states=True of a model with an encoder"
     if model.paged.ranks is not None and (reason := _why_stock_on_ranks(model, generation_config)):
         return f"{reason} over several processes (tp_plan)"

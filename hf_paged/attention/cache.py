@@ -26,7 +26,7 @@ _POSITIVE_CROP_IS_A_LENGTH = Version(transformers.__version__) < Version("5.18.d
 
 
 class Past(Tensor):
-    """`[T]`, for each token what makes its place in the forward its position; compared with a number, whether any is."""
+    """`[T]`, of each token its position less its place in the forward; compared with a number, whether any is."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -197,7 +197,7 @@ class PagedCache(Cache):
 
     def __new__(cls, model: Any = None) -> PagedCache:
         engine = getattr(model, "paged", None)
-        return object.__new__(cls if engine is None else type_of_cache(engine.store, cls))
+        return object.__new__(cls if engine is None or cls is not PagedCache else engine.store.cache_type)
 
     def __init__(self, model: Any) -> None:
         engine = getattr(model, "paged", None)
@@ -214,7 +214,7 @@ class PagedCache(Cache):
     @classmethod
     def for_call(cls, store: SequenceStore, fan_out: int) -> PagedCache:
         """The cache of one `generate()` call, whose rows come in runs of `fan_out` equal prompts."""
-        cache = object.__new__(type_of_cache(store, cls))
+        cache: PagedCache = object.__new__(store.cache_type if cls is PagedCache else cls)
         cache._setup(store)
         cache.expect_fan_out(fan_out)
         cache.owned_by_call = True
@@ -438,15 +438,6 @@ class PagedCache(Cache):
 
     def __reduce__(self) -> Any:
         raise TypeError("a PagedCache lives in its model's block pool and can't be pickled; keep the token ids instead")
-
-
-def type_of_cache(store: SequenceStore, kind: type[PagedCache]) -> type[PagedCache]:
-    """`PagedCache`, or the one for models with an encoder."""
-    if kind is PagedCache and store.num_cross:
-        from hf_paged.attention.source_cache import PagedSourceCache
-
-        return PagedSourceCache
-    return kind
 
 
 _NO_INTEGERS = (torch.bool, torch.complex64, torch.complex128)

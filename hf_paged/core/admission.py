@@ -125,12 +125,13 @@ class Admission:
         return self._refused[0] == group.arrival and self._manager.pool.num_free <= self._refused[1]
 
     def _may_write_source(self, step: Step, group: SequenceGroup) -> bool:
-        """Whether the step has tokens left for what the group's encoder has read; a step of its own always has."""
+        """Whether the step has tokens left for what the group's encoder has read; for a first source it always has."""
         sequence = group.sequences[0]
-        if sequence.source is None or not step.chunks:
+        if sequence.source is None or not step.writes_sources:
             return True
         self._rows.tell_source(sequence)
-        return self._manager.fresh_tokens([sequence.seq_id]) <= step.budget
+        num_fresh = self._manager.fresh_tokens([sequence.seq_id])
+        return not num_fresh or num_fresh + sequence.num_wanted_tokens <= step.budget
 
     def _start(self, step: Step, group: SequenceGroup, spare: int) -> bool:
         """Lets a waiting group in and runs its first tokens, if all its tokens so far fit."""

@@ -173,7 +173,6 @@ def lay_out(
     num_preempted: int,
     is_stalled: bool,
     states: array[int] | None = None,
-    sources: SourceTables | None = None,
 ) -> Batch:
     """The batch of these chunks.
 
@@ -185,7 +184,6 @@ def lay_out(
         num_preempted: For this step.
         is_stalled: Whether something waits.
         states: Blocks of the chunks' states; `None`: they have none.
-        sources: See `Batch`.
     """
     sequences, starts, query_lens = zip(*chunks, strict=True)
     num_decodes = len(chunks)
@@ -218,7 +216,6 @@ def lay_out(
         state_blocks=array("i") if states is None else states,
         adapters=_slots(sequences),
         nums_at_once=array("q", [sequence.num_at_once for sequence in sequences] if states else []),
-        sources=sources,
         batch_key=batch_key,
         num_preempted=num_preempted,
         is_stalled=is_stalled,

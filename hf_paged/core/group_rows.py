@@ -211,7 +211,9 @@ class GroupRows:
         return sequence.num_at_once - least if 0 < sequence.num_at_once - num_tokens < least else num_tokens
 
     def _note(self, step: Step, group: SequenceGroup, num_tokens: int, num_seqs: int) -> None:
-        step.budget = max(step.budget - num_tokens - self._manager.take_fresh(), 0)
+        num_fresh = self._manager.take_fresh()
+        step.writes_sources |= num_fresh > 0
+        step.budget = max(step.budget - num_tokens - num_fresh, 0)
         step.num_seqs -= num_seqs
         if not step.has_key:
             step.batch_key, step.has_key = group.batch_key, True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 
 from hf_paged.core.admission import Admission
 from hf_paged.core.batch import Batch, BlockMoves, Chunk, lay_out
@@ -131,17 +132,18 @@ class Scheduler(Sequences):
         self._num_steps += 1
         self._steps[self._num_steps] = chunks
         seq_ids = [sequence.seq_id for sequence, _, _ in chunks]
-        return lay_out(
+        sources = self._manager.sources(seq_ids)
+        batch = lay_out(
             chunks,
             self._manager.tables(seq_ids),
             moves,
             states=self._manager.states(seq_ids),
-            sources=self._manager.sources(seq_ids),
             number=self._num_steps,
             batch_key=batch_key,
             num_preempted=num_preempted,
             is_stalled=is_stalled,
         )
+        return batch if sources is None else replace(batch, sources=sources)
 
     def _run_queues(self, step: Step) -> None:
         self._run_resident(step)

@@ -21,6 +21,7 @@ class Step:
     skipped_key: tuple[Hashable] | None = None
     is_short: bool = False  # a running group found no room: none is admitted
     needs_tokens: bool = False  # whose victim's tokens are not known yet: no newer group runs, so that they will be
+    writes_sources: bool = False
     hashes: set[bytes] = field(default_factory=set)  # of the prompt blocks that this step computes
     chunks: list[Chunk] = field(default_factory=list)
     moves: BlockMoves = field(default_factory=BlockMoves)

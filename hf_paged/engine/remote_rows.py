@@ -9,6 +9,8 @@ from threading import RLock
 
 from torch import Tensor
 
+from hf_paged.attention.cache import PagedCache
+from hf_paged.attention.source_cache import PagedSourceCache
 from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.core.sequence import Sequence, SequenceGroup
 from hf_paged.model.traits import ModelTraits
@@ -23,6 +25,10 @@ class ModelLayers:
     @property
     def num_layers(self) -> int:
         return self._traits.num_layers
+
+    @property
+    def cache_type(self) -> type[PagedCache]:
+        return PagedSourceCache if self._traits.cross else PagedCache
 
     @property
     def places_by_column(self) -> bool:

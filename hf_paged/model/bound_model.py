@@ -22,8 +22,8 @@ from hf_paged.model.mixers import Mixers
 from hf_paged.model.placement import Placement
 from hf_paged.model.sharding import ranks_of
 from hf_paged.model.sources import SourceTap
-from hf_paged.model.told_past import ToldPast
 from hf_paged.model.token_inputs import TokenInputs
+from hf_paged.model.told_past import ToldPast
 from hf_paged.model.traits import ModelTraits
 from hf_paged.model.weights_version import WeightsVersion
 from hf_paged.model.wrapper import InnerCall, Twin, Wrapper, put_in

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from hf_paged.kernels.transfers import to_device, to_host
 from hf_paged.core.sequence import Source
+from hf_paged.kernels.transfers import to_device, to_host
 from hf_paged.model.cache_argument import CACHE_ARGUMENTS
 from hf_paged.model.wrapper import InnerCall, Twin
 

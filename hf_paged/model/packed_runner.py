@@ -14,8 +14,8 @@ from hf_paged.attention.context import WantedTokens, forward_context
 from hf_paged.attention.lazy import lazy
 from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.attention.pool_attention import PoolAttention
-from hf_paged.attention.source_step import SourceCache, SourceStepCache, source_metadata
 from hf_paged.attention.shared_prefix import SharedPrefixes, one_run
+from hf_paged.attention.source_step import SourceCache, SourceStepCache, source_metadata
 from hf_paged.kernels.transfers import to_device
 from hf_paged.model.bound_model import BoundModel
 from hf_paged.model.latents import LatentStepCache

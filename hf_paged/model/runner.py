@@ -86,8 +86,9 @@ class ModelRunner:
             return self._run_apart(batch.spans, tokens, metadata, attention, logit_rows)
         states = StateStep.of(batch, self._model.traits, kv_cache)
         if batch.sources is not None:
-            tables = padded_tables(batch.sources.tables, [None] * len(batch.sources.tables), kv_cache.null_block, np.int64)
-            lens, fresh = (np.frombuffer(own, np.int64) for own in (batch.sources.lens, batch.sources.fresh))
+            own, all_of_it = batch.sources.tables, [None] * len(batch.sources.tables)
+            tables = padded_tables(own, all_of_it, kv_cache.null_block, np.int64)
+            lens, fresh = (np.frombuffer(each, np.int64) for each in (batch.sources.lens, batch.sources.fresh))
             metadata += source_metadata(tables, metadata[0].host_query_lens, lens, fresh, metadata[0])
         return self.packed.run(tokens, metadata, attention, rows_of(logit_rows, attention), states, sources=sources)
 

@@ -25,6 +25,7 @@ class Kind:
     elements_per_token: int = 64
     row_elements: int = 8
     chunk: int | None = None
+    is_cross: bool = False
 
 
 FULL, NEAR, FAR = Kind(None), Kind(512), Kind(4096)

@@ -377,6 +377,8 @@ def name_of(arguments: dict[str, Any]) -> str:
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The model's list of decoder layers, wherever it keeps it."""
     inner = model.get_submodule(inner_path(model) or "")
+    if model.config.is_encoder_decoder:
+        inner = model.get_decoder()  # type: ignore[operator]
     return next(module for module in inner.modules() if isinstance(module, nn.ModuleList))
 
 

@@ -1,0 +1,245 @@
+"""Encoder-decoders: stock's tokens in every mode, and a source that is in the pool once, whoever reads it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, EncoderDecoderCache, LogitsProcessor
+
+import hf_paged
+from helpers.encoder_decoders import EOS, PACKED, PAD, START, STOCK, build, sources, texts
+from helpers.models import VOCAB
+from helpers.pairs import MakePair, Pair, assert_same
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 4, "num_return_sequences": 2},
+    "samples": {"do_sample": True, "num_return_sequences": 3, "top_k": 20},
+    "scores": {"return_dict_in_generate": True, "output_scores": True},
+    "penalties": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "eos_token_id": list(range(5, 15))},
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_every_family(make_pair: MakePair, name: str) -> None:
+    """Would break: a family of which a decoder places tokens, or reads sources, in a way of its own."""
+    pair = make_pair(build(name))
+    report = hf_paged.is_supported(pair.stock)
+    assert report and report.layout == "packed" and not report.why_padded
+    batch = sources(name)
+    for mode in MODES.values():
+        pair.generate(**batch, **{"max_new_tokens": 8, "do_sample": False} | mode)
+    assert pair.engine.stats().num_steps > 20
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_what_stock_runs(make_pair: MakePair, name: str) -> None:
+    """Would break: rows that depend on each other, or attention that no step reaches, run over the pool."""
+    pair = make_pair(build(name))
+    report = hf_paged.is_supported(pair.stock)
+    assert report.layout == "stock" and report.why_padded
+    pair.generate(**sources(name), max_new_tokens=6, do_sample=False, falls_back=True)
+    assert pair.engine.stats().num_steps == 0
+
+
+class _Odd(LogitsProcessor):
+    """A user's own: nothing is known of it."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return torch.where(torch.arange(scores.shape[1]) % 2 == input_ids.shape[1] % 2, scores, scores - 5)
+
+
+CALLS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "decoder prompts": lambda _: {"decoder_input_ids": torch.tensor([[START, 7, 8], [START, 9, 9], [START, 5, 6]])},
+    "forced tokens": lambda _: {"forced_bos_token_id": 12, "forced_eos_token_id": EOS},
+    "encoder outputs": lambda model: {
+        "encoder_outputs": model.get_encoder()(**sources("bart")),
+        "input_ids": None,
+    },
+    "own processors": lambda _: {"logits_processor": [_Odd()]},
+    "encoder processors": lambda _: {"encoder_no_repeat_ngram_size": 2, "encoder_repetition_penalty": 1.5},
+    "group of samples": lambda _: {"do_sample": True, "num_return_sequences": 4, "temperature": 1.3},
+    "beams that sample": lambda _: {"do_sample": True, "num_beams": 3},
+    "constant length": lambda _: {"num_beams": 3, "length_penalty": 2.0, "early_stopping": True},
+    "guidance": lambda _: {"guidance_scale": 1.5},
+    "no cache": lambda _: {"use_cache": False},
+}
+
+
+# Stock's T5 has no guidance: it can't be called without a source.
+@pytest.mark.parametrize(
+    ("name", "call"), [("bart", call) for call in CALLS] + [("t5", call) for call in CALLS if call != "guidance"]
+)
+def test_calls(make_pair: MakePair, name: str, call: str) -> None:
+    """Would break: an argument of `generate()` that a decoder has and a language model has not."""
+    pair = make_pair(build(name))
+    batch, own = sources(name), CALLS[call]
+    if call == "encoder outputs":
+        batch = {"attention_mask": batch["attention_mask"]}
+    arguments = {"max_new_tokens": 9, "do_sample": False}
+
+    def run(model: Any) -> Any:
+        return model.generate(**batch | arguments | own(model))
+
+    pair.both(run, falls_back=call == "no cache")
+    pair.assert_all_free()
+
+
+@pytest.mark.parametrize("name", ["bart", "m2m_100", "t5", "speech_to_text"])
+def test_pad_tokens_in_mid_row(make_pair: MakePair, name: str) -> None:
+    """Would break: a pad token that a row has chosen, taken for padding: the places of those behind it shift."""
+    pair = make_pair(build(name))
+    bias = {(PAD,): 8.0, (EOS,): -100.0}
+    settings = {"sequence_bias": bias, "no_repeat_ngram_size": 2, "num_beams": 2}
+    expected, _ = pair.generate(**sources(name), max_new_tokens=14, **settings)
+    assert (expected[:, 2:-2] == PAD).any() and (expected[:, -3:] != PAD).any()
+
+
+@pytest.mark.parametrize("settings", [
+    {"num_blocks": 512},
+    {"num_blocks": 20, "preemption": "recompute"},
+    {"num_blocks": 20, "preemption": "swap"},
+    {"num_blocks": 20, "preemption": "swap", "enable_prefix_caching": False},
+    {"num_blocks": 512, "max_num_batched_tokens": 16},
+], ids=["roomy", "recompute", "swap", "no prefixes", "small steps"])  # fmt: skip
+@pytest.mark.parametrize("name", ["bart", "t5"])
+def test_threads_and_small_pools(make_pair: MakePair, name: str, settings: dict[str, Any]) -> None:
+    """Would break: a source that is lost, or another's, when rows make room for each other."""
+    pair = make_pair(build(name), **{"block_size": 4, "swap_space_gib": 0.01} | settings)
+    modes: list[dict[str, Any]] = [{}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}]
+    calls = [
+        {"input_ids": text, "max_new_tokens": 8 + index % 5, "do_sample": False} | modes[index % 3]
+        for index, text in enumerate(texts(16))
+    ]
+    expected = [pair.stock.generate(**call) for call in calls]
+    found: list[Any] = [None] * len(calls)
+
+    def run(index: int) -> None:
+        found[index] = pair.paged.generate(**calls[index])
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert_same(expected, found)
+    stats = pair.engine.stats()
+    assert (stats.num_preemptions > 0) == (settings["num_blocks"] == 20), stats
+    assert (stats.num_swapped_out > 0) == (settings.get("preemption") == "swap"), stats
+    pair.engine.check_invariants()
+    pair.assert_all_free()
+
+
+def test_a_source_is_there_once(make_pair: MakePair) -> None:
+    """Would break: keys and values of a source for each beam, or for each row that reads the same."""
+    pair = make_pair(build("bart"), block_size=16)
+    lengths = (33, 16, 7)
+    batch = sources("bart", lengths)
+    rows = {name: torch.cat([value, value[:1]]) for name, value in batch.items()}  # the last reads what the first does
+    pair.generate(**rows, num_beams=5, max_new_tokens=3, do_sample=False)
+    assert pair.engine.stats().peak_blocks_in_use == 4 * 5 + sum(-(-length // 16) for length in lengths)
+    before = pair.engine.stats().num_blocks_allocated
+    pair.paged.generate(**batch, max_new_tokens=2, do_sample=False)
+    assert pair.engine.stats().num_blocks_allocated - before == 3  # the sources were found
+
+
+def test_kept_caches(make_pair: MakePair) -> None:
+    """Would break: a second turn of a decoder that has lost its source, or a cache that says other things of itself."""
+    pair = make_pair(build("bart"))
+    batch = sources("bart")
+    encoded = pair.stock.get_encoder()(**batch)
+    start = torch.full((3, 1), START)
+
+    def turns(model: Any) -> Any:
+        own, cross = DynamicCache(config=model.config), DynamicCache()
+        cache = hf_paged.PagedCache(model) if hasattr(model, "paged") else EncoderDecoderCache(own, cross)
+        told = {"encoder_outputs": encoded, "attention_mask": batch["attention_mask"], "past_key_values": cache}
+        first = model.generate(decoder_input_ids=start, max_new_tokens=5, do_sample=False, **told)
+        second = model.generate(
+            decoder_input_ids=torch.cat([first, start + 5], dim=1), max_new_tokens=5, do_sample=False, **told
+        )
+        logits = model(decoder_input_ids=start + 7, **told).logits
+        layer, source = cache.self_attention_cache.layers[1], cache.cross_attention_cache.layers[1]
+        seen = batch["attention_mask"][:, None, :, None]
+        return first, second, logits, layer.keys, layer.values, source.keys * seen, source.values * seen
+
+    pair.both(turns)
+
+
+def test_forward(make_pair: MakePair) -> None:
+    """Would break: a forward over a `PagedCache` that needs `generate()` around it, or runs the encoder again."""
+    pair = make_pair(build("t5"))
+    batch = sources("t5")
+    ids = torch.randint(5, VOCAB, (3, 6), generator=torch.Generator().manual_seed(1))
+
+    def run(model: Any) -> Any:
+        cache = (
+            hf_paged.PagedCache(model)
+            if hasattr(model, "paged")
+            else EncoderDecoderCache(DynamicCache(), DynamicCache())
+        )
+        first = model(**batch, decoder_input_ids=ids[:, :4], past_key_values=cache).logits
+        told = {"attention_mask": batch["attention_mask"], "past_key_values": cache, "use_cache": True}
+        outputs = (torch.zeros(3, 16, 64),)  # which nothing reads any more
+        return first, model(decoder_input_ids=ids[:, 4:], encoder_outputs=outputs, **told).logits
+
+    pair.both(run)
+
+
+def test_a_failed_step_leaves_no_source(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: sources that were never written, found by the next call of the same input."""
+    pair = make_pair(build("bart"))
+    batch, packed = sources("bart"), pair.engine.core.runner.packed
+    run = type(packed).run
+    is_broken = True
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        if is_broken:
+            raise RuntimeError("no luck")
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(type(packed), "run", broken)
+    with pytest.raises(RuntimeError, match="no luck"):
+        pair.paged.generate(**batch, max_new_tokens=4, do_sample=False)
+    pair.assert_all_free()
+    is_broken = False
+    pair.generate(**batch, max_new_tokens=6, do_sample=False, num_beams=2)
+
+
+def test_changed_weights(make_pair: MakePair) -> None:
+    """Would break: keys that older weights made of a source, found for the same input."""
+    pair = make_pair(build("bart"))
+    batch = sources("bart")
+    pair.generate(**batch, max_new_tokens=5, do_sample=False)
+    for model in (pair.stock, pair.paged):
+        with torch.no_grad():
+            for layer in model.get_decoder().layers:
+                layer.encoder_attn.k_proj.weight.mul_(-1)
+    pair.generate(**batch, max_new_tokens=8, do_sample=False)
+
+
+def test_padded_decoder_prompts(make_pair: MakePair) -> None:
+    """Would break: padding before a decoder's prompt, whose columns count in some decoders and not in others."""
+    ids = torch.tensor([[PAD, PAD, START, 8], [PAD, START, 9, 9], [START, 5, 6, 7]])
+    told = {"decoder_input_ids": ids, "decoder_attention_mask": (ids != PAD).long()}
+    pair = make_pair(build("bart"))
+    pair.generate(**sources("bart"), **told, max_new_tokens=6, do_sample=False, falls_back=True)
+    whisper = make_pair(build("whisper"))
+    whisper.generate(**sources("whisper"), **told, max_new_tokens=6, do_sample=False)
+    assert whisper.engine.stats().num_steps > 0
+
+
+def test_refusals(make_pair: MakePair) -> None:
+    """Would break: a source that never fits, found out when the encoder has run and others wait behind it."""
+    pair: Pair = make_pair(build("bart"), num_blocks=6)
+    text = torch.full((1, 40), 7)
+    with pytest.raises(ValueError, match="behind a source of 40 and up to 4 new ones needs 11 KV blocks of 4 tokens"):
+        pair.paged.generate(text, max_new_tokens=4)
+    with pytest.raises(ValueError, match="row 1 has no source"):
+        pair.paged.generate(torch.full((2, 4), 7), attention_mask=torch.tensor([[1, 1, 1, 1], [0, 0, 0, 0]]))
+    pair.generate(input_ids=text[:, :9], max_new_tokens=4, do_sample=False)

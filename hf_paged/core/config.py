@@ -22,7 +22,7 @@ attention_backends: dict[str, Any] = {"auto": None}
 
 _CHOICES: Mapping[str, Collection[str]] = {
     "preemption": ("auto", "recompute", "swap"),
-    "kv_cache_dtype": ("auto", "fp8", "fp8_e4m3", "fp8_e5m2"),
+    "kv_cache_dtype": ("auto", "int8", "fp8", "fp8_e4m3", "fp8_e5m2"),
     "attention_backend": attention_backends,
 }
 # Settings that are gone, and what to do instead. A release later their names are as unknown as any other.
@@ -78,9 +78,11 @@ class PagedConfig:
         swap_space_gib: CPU memory for swapped blocks, in GiB, taken piece by piece as blocks are swapped; never more
             than the pool itself. `None`: 4, or none under `preemption="recompute"`.
         adapter_space_gib: Memory, in GiB, for adapters of `model.paged.load_adapter()` that no request uses.
-        kv_cache_dtype: Element type of the pool; `"auto"` is the model's own. `"fp8_e4m3"` (also `"fp8"`) and
-            `"fp8_e5m2"` hold twice the tokens of a half-precision pool and round each number to 3 or 2 bits behind the
-            leading one: tokens then differ from stock `generate()`.
+        kv_cache_dtype: Element type of the pool; `"auto"` is the model's own. The others take about half the memory of
+            half precision, and tokens then differ from stock `generate()`. `"int8"` keeps integers up to 127, and for
+            each token and head the float32 number that they are multiplied by; it takes head dims that are multiples
+            of 4, not latents. `"fp8_e4m3"` (also `"fp8"`) and `"fp8_e5m2"` round each number to 3 or 2 bits behind
+            the leading one.
         attention_backend: `"torch"` (plain torch, vectorised), `"triton"` (kernels for NVIDIA GPUs from compute
             capability 8.0 on, and ROCm), `"cpu"` (kernels in C, compiled within a second at first use, which needs a C
             compiler), another one that was registered, or `"auto"`: those the device can run, else torch.

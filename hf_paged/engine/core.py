@@ -62,13 +62,19 @@ class EngineCore:
         forward: Callable[..., Any],
         traits: ModelTraits,
     ) -> None:
-        """Binds to a model, which is held weakly; `forward` is that of its class before patching, unbound."""
+        """Binds to a model, which is held weakly; `forward` is that of its class before patching, unbound.
+
+        Raises:
+            ValueError: A setting that this model's layers don't go with.
+        """
         chunk = next((layer.chunk for layer in traits.layers if layer and layer.chunk), config.block_size)
         if chunk % config.block_size:
             raise ValueError(
                 f"the model attends in chunks of {chunk} tokens, which blocks of {config.block_size} don't divide: "
                 "patch with another block_size"
             )
+        if config.kv_cache_dtype == "int8" and (reason := traits.why_not_scaled) is not None:
+            raise ValueError(f'kv_cache_dtype="int8" does not go with this model: {reason}; use "fp8" or "auto"')
         self.config = config
         self.traits = traits
         self.layers = Layers(model, self._moving)

@@ -35,7 +35,12 @@ from hf_paged.model.placement import why_not_on
 from hf_paged.model.step_memory import StepMemory
 
 COPIES = [field.name for field in fields(BlockMoves)]
-KV_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+KV_DTYPES = {
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
 
 
 class KVPool:
@@ -54,7 +59,7 @@ class KVPool:
         self.config = config
         self._memory = memory
         self._model = model
-        self._groups = CacheGroups.of(model.traits.stored)
+        self._groups = CacheGroups.of(model.traits.stored_in(KV_DTYPES.get(config.kv_cache_dtype)))
         self.lock = threading.RLock()
         self.peak = (0, 0, 0)
         self.cost = PreemptionCost()

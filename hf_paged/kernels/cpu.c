@@ -2,38 +2,47 @@
 
    Compiled at first use for cpu.py, which defines the constants and holds the same structs. The pool is [num_blocks,
    num_layers, 2, num_kv_heads, block_size, HEAD_DIM], and VALUE_DIM is HEAD_DIM; where it IS_LATENT, [num_blocks,
-   num_layers, 1, 1, block_size, HEAD_DIM], whole rows being keys and their first VALUE_DIM elements values. Offsets and
-   strides count elements. Linked against no OpenMP runtime: torch has loaded one, whose threads these loops share. */
+   num_layers, 1, 1, block_size, HEAD_DIM], whole rows being keys and their first VALUE_DIM elements values. Where it holds
+   codes and scales, each head's part of a block is block_size * (HEAD_DIM + SCALE_BYTES) bytes. Offsets and strides count
+   elements, in the pool what it holds. Linked against no OpenMP runtime: torch has loaded one, whose threads these loops share. */
 #include "cpu_element.h"
+#include "cpu_stored.h"
 #include "cpu_tile.h"
 #include "cpu_few.h"
 
 struct write {
   const element *key, *value; /* [num_tokens, num_kv_heads, HEAD_DIM], any strides of the first two; or what comes first
                                  in a row of latents, VALUE_DIM wide, and the rest */
-  element *pool;              /* at its first block's keys of the layer */
+  stored *pool;               /* at its first block's keys of the layer */
   const int64_t *slots;       /* [num_tokens]; below 0: not written */
   int64_t num_tokens, num_kv_heads, block_size, block_stride;
   int64_t key_token, key_head, value_token, value_head;
   int64_t num_threads;
 };
 
+/* From the row at an offset of a block to its scale. */
+static inline float *scale_of(const stored *row, int64_t offset, int64_t block_size) {
+  return (float *)(row + (block_size - offset) * HEAD_DIM) + offset;
+}
+
 void hf_paged_write(const struct write *w) {
-  const int64_t head_stride = w->block_size * HEAD_DIM;
+  const int64_t head_stride = w->block_size * (HEAD_DIM + SCALE_BYTES), to_values = w->num_kv_heads * head_stride;
 #pragma omp parallel for num_threads(w->num_threads) if (w->num_tokens > 64)
   for (int64_t t = 0; t < w->num_tokens; t++) {
     const int64_t slot = w->slots[t];
     if (slot < 0) continue;
-    element *to = w->pool + slot / w->block_size * w->block_stride + slot % w->block_size * HEAD_DIM;
+    const int64_t offset = slot % w->block_size;
+    stored *to = w->pool + slot / w->block_size * w->block_stride + offset * HEAD_DIM;
     if (IS_LATENT) {
-      memcpy(to, w->key + t * w->key_token, VALUE_DIM * sizeof(element));
-      memcpy(to + VALUE_DIM, w->value + t * w->value_token, (HEAD_DIM - VALUE_DIM) * sizeof(element));
+      store_row(w->key + t * w->key_token, to, NULL, VALUE_DIM);
+      store_row(w->value + t * w->value_token, to + VALUE_DIM, NULL, HEAD_DIM - VALUE_DIM);
       continue;
     }
     for (int64_t h = 0; h < w->num_kv_heads; h++, to += head_stride) {
-      memcpy(to, w->key + t * w->key_token + h * w->key_head, HEAD_DIM * sizeof(element));
-      memcpy(to + w->num_kv_heads * head_stride, w->value + t * w->value_token + h * w->value_head,
-             HEAD_DIM * sizeof(element));
+      float *scale = IS_SCALED ? scale_of(to, offset, w->block_size) : NULL;
+      store_row(w->key + t * w->key_token + h * w->key_head, to, scale, HEAD_DIM);
+      if (IS_SCALED) scale = scale_of(to + to_values, offset, w->block_size);
+      store_row(w->value + t * w->value_token + h * w->value_head, to + to_values, scale, HEAD_DIM);
     }
   }
 }
@@ -41,7 +50,7 @@ void hf_paged_write(const struct write *w) {
 struct attend {
   const element *query;         /* [tokens, heads, HEAD_DIM], any strides of the first two */
   element *output;              /* [tokens, heads, VALUE_DIM] */
-  const element *pool;          /* at its first block's keys of the layer */
+  const stored *pool;           /* at its first block's keys of the layer */
   const int32_t *tables;        /* [num_seqs, table_width] */
   const int32_t *seq_lens;      /* [num_seqs], at least 1 */
   const int32_t *query_starts;  /* [num_seqs + 1], the first new token of each among the queries */
@@ -68,26 +77,26 @@ static inline int64_t first_seen(const struct attend *a, int64_t place) {
 static inline int64_t tile_of(int64_t token) { return token / KEYS * KEYS; }
 
 /* Where a sequence's keys lie from token `start` on, and the token behind those of the same block, `end` at most. */
-static inline const element *run_of(const struct attend *a, int64_t sequence, int64_t kv_head, int64_t start,
-                                    int64_t *end) {
+static inline const stored *run_of(const struct attend *a, int64_t sequence, int64_t kv_head, int64_t start,
+                                   int64_t *end) {
   const int64_t offset = start % a->block_size, next = start - offset + a->block_size;
   if (next < *end) *end = next;
   const int64_t block = a->tables[sequence * a->table_width + start / a->block_size];
-  return a->pool + block * a->block_stride + (kv_head * a->block_size + offset) * HEAD_DIM;
+  return a->pool + block * a->block_stride + kv_head * a->block_size * (HEAD_DIM + SCALE_BYTES) + offset * HEAD_DIM;
 }
 
 #define MOST_AHEAD 524288 /* bytes of keys and values that a processor's cache holds until they are used */
 
 /* From a token's key to its value. */
 static inline int64_t to_values(const struct attend *a) {
-  return IS_LATENT ? 0 : a->num_kv_heads * a->block_size * HEAD_DIM;
+  return IS_LATENT ? 0 : a->num_kv_heads * a->block_size * (HEAD_DIM + SCALE_BYTES);
 }
 
 /* The sequence's tokens from `*next` on, `end` at most: the `i`-th run that is brought from memory meanwhile. */
 static inline void fetch_run(const struct attend *a, struct tile *tile, int i, int64_t sequence, int64_t kv_head,
                              int64_t *next, int64_t end) {
   tile->ahead[i] = (const char *)run_of(a, sequence, kv_head, *next, &end);
-  tile->num_bytes[i] = (end - *next) * HEAD_DIM * (int64_t)sizeof(element);
+  tile->num_bytes[i] = (end - *next) * HEAD_DIM * (int64_t)sizeof(stored);
   *next = end;
 }
 
@@ -111,6 +120,14 @@ static void look_ahead(const struct attend *a, struct tile *tile, int64_t sequen
   for (; i < RUNS; i++) tile->num_bytes[i] = 0;
 }
 
+/* The scales of `count` tokens of a block from `start` on, whose first key this is. */
+static inline void read_scales(const struct attend *a, const stored *key, int64_t start, int64_t count, float *of_keys,
+                               float *of_values) {
+  const int64_t offset = start % a->block_size;
+  memcpy(of_keys, scale_of(key, offset, a->block_size), count * sizeof(float));
+  memcpy(of_values, scale_of(key + to_values(a), offset, a->block_size), count * sizeof(float));
+}
+
 /* A tile's rows and tokens `start`, where a tile of keys begins, to `end` of a sequence, of which all rows see those
    from `all_from` to `all_to`. */
 static __attribute__((noinline)) void attend_tokens(const struct attend *a, struct tile *tile, int64_t sequence,
@@ -120,8 +137,9 @@ static __attribute__((noinline)) void attend_tokens(const struct attend *a, stru
     next = start + KEYS < end ? start + KEYS : end;
     for (int64_t t = start, run_end; t < next; t = run_end) {
       run_end = next;
-      const element *keys = run_of(a, sequence, kv_head, t, &run_end);
+      const stored *keys = run_of(a, sequence, kv_head, t, &run_end);
       read_keys(tile, t - start, run_end - t, keys, keys + to_values(a));
+      if (IS_SCALED) read_scales(a, keys, t, run_end - t, tile->key_scale + t - start, tile->value_scale + t - start);
     }
     if (next < start + KEYS) end_keys(tile, next - start);
     look_ahead(a, tile, sequence, kv_head, next, next + KEYS < end ? next + KEYS : end, rest);
@@ -131,19 +149,34 @@ static __attribute__((noinline)) void attend_tokens(const struct attend *a, stru
 
 /* Sets where the keys of a sequence's tokens `start` on lie, of KEYS at most, before `end`. */
 static void find_keys(const struct attend *a, int64_t sequence, int64_t kv_head, int64_t start, int64_t end,
-                      const element **keys) {
+                      const stored **keys) {
   if (start + KEYS < end) end = start + KEYS;
   for (int64_t run_end; start < end;) {
     run_end = end;
-    const element *own = run_of(a, sequence, kv_head, start, &run_end);
+    const stored *own = run_of(a, sequence, kv_head, start, &run_end);
+    if (IS_SCALED) {
+      __builtin_prefetch(scale_of(own, start % a->block_size, a->block_size), 0, 2);
+      __builtin_prefetch(scale_of(own + to_values(a), start % a->block_size, a->block_size), 0, 2);
+    }
     for (; start < run_end; start++, own += HEAD_DIM) *keys++ = own;
+  }
+}
+
+/* The scales of the keys and values that are set, of tokens `start` on, before `end`; zeros behind it. */
+static void find_scales(const struct attend *a, struct few *few, int64_t start, int64_t end) {
+  if (start + KEYS < end) end = start + KEYS;
+  memset(few->key_scale, 0, sizeof few->key_scale), memset(few->value_scale, 0, sizeof few->value_scale);
+  for (int64_t t = start, next; t < end; t = next) {
+    next = t - t % a->block_size + a->block_size;
+    if (next > end) next = end;
+    read_scales(a, few->keys[t - start], t, next - t, few->key_scale + t - start, few->value_scale + t - start);
   }
 }
 
 /* `attend_tokens` of a few rows. */
 static void attend_few(const struct attend *a, struct few *few, int rows, int64_t sequence, int64_t kv_head,
                        int64_t start, int64_t end) {
-  static const element none[HEAD_DIM];
+  static const stored none[HEAD_DIM];
   few_function *const attend_keys_of_few = few_keys_of(few, rows);
   few->to_values = to_values(a);
   for (int k = 0; k < KEYS; k++) few->next[k] = none;
@@ -154,6 +187,7 @@ static void attend_few(const struct attend *a, struct few *few, int rows, int64_
       few->keys[k] = is_there ? few->next[k] : none;
       few->values[k] = is_there ? few->next[k] + few->to_values : none;
     }
+    if (IS_SCALED) find_scales(a, few, start, end);
     find_keys(a, sequence, kv_head, start + KEYS, end, few->next);
     attend_keys_of_few(few, start, a->softcap);
   }
@@ -170,7 +204,7 @@ static void attend_new(const struct attend *a, int64_t sequence, int64_t first, 
   if (start < begun_to) start = begun_to;
   union { struct tile tile; struct few few; } work;
   const int is_few = num_new * heads <= FEW;
-  if (!is_few) clear_tile(&work.tile, num_new * heads, (const char *)a->pool, to_values(a) * (int64_t)sizeof(element));
+  if (!is_few) clear_tile(&work.tile, num_new * heads, (const char *)a->pool, to_values(a) * (int64_t)sizeof(stored));
   for (int64_t r = 0; r < num_new * heads; r++) {
     const int64_t head = first_head + r % heads, own = place + r / heads, first = first_seen(a, own);
     const element *query = a->query + (token + r / heads) * a->query_token + head * a->query_head;
@@ -191,7 +225,7 @@ static void attend_new(const struct attend *a, int64_t sequence, int64_t first, 
 static void attend_together(const struct attend *a, const int32_t *sequences, int64_t num_seqs, int64_t num_shared,
                             int64_t kv_head, int64_t first_head, int64_t heads) {
   struct tile tile;
-  clear_tile(&tile, num_seqs * heads, (const char *)a->pool, to_values(a) * (int64_t)sizeof(element));
+  clear_tile(&tile, num_seqs * heads, (const char *)a->pool, to_values(a) * (int64_t)sizeof(stored));
   const int64_t shared = tile_of(num_shared);
   int64_t start = shared, all_from = 0;
   for (int64_t r = 0; r < num_seqs * heads; r++) {
@@ -202,7 +236,7 @@ static void attend_together(const struct attend *a, const int32_t *sequences, in
     if (first < start) start = first;
     if (first > all_from) all_from = first;
   }
-  const int64_t most = MOST_AHEAD / (num_seqs * 2 * HEAD_DIM * (int64_t)sizeof(element));
+  const int64_t most = MOST_AHEAD / (num_seqs * 2 * HEAD_DIM * (int64_t)sizeof(stored));
   struct rest rest = {sequences, num_seqs, shared, shared + most, 0, shared};
   attend_tokens(a, &tile, sequences[0], kv_head, tile_of(start), shared, all_from, shared, &rest);
   for (int64_t i = 0; i < num_seqs; i++)

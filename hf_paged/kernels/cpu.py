@@ -15,8 +15,10 @@ from hf_paged.kernels import reference
 from hf_paged.kernels.c_compiler import CompileError, library
 from hf_paged.kernels.layers import InputError
 from hf_paged.kernels.padded_groups import PaddedGroup
+from hf_paged.kernels.scaled_rows import SCALE_BYTES, head_dim_of
 
 DTYPES = (torch.float32, torch.bfloat16)
+CODES = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}  # by their numbers in cpu_stored.h
 MAX_HEAD_DIM = 512
 MAX_LATENT_ROW = 2048  # elements of a latent and a rotary key
 LEAST_ROWS = (8, 12)  # queries that are faster together: of one query head a key head, and of several
@@ -67,10 +69,19 @@ class Together(NamedTuple):
 
 
 class CPUKernels:
-    """The compiled kernels for one element type and head dim, or of rows of latents one width of these."""
+    """The compiled kernels for one element type, what the pool holds of it, and head dim, or of rows of latents one
+    width of these.
+    """
 
-    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, head_dim: int, latent_dim: int | None = None) -> None:
-        self.dtype, self.head_dim = dtype, head_dim
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        dtype: torch.dtype,
+        head_dim: int,
+        latent_dim: int | None = None,
+        stored: torch.dtype | None = None,
+    ) -> None:
+        self.dtype, self.stored_dtype, self.head_dim = dtype, stored or dtype, head_dim
         self.value_dim = head_dim if latent_dim is None else latent_dim
         self.num_parts = 2 if latent_dim is None else 1
         self.stored = (head_dim, head_dim) if latent_dim is None else (latent_dim, head_dim - latent_dim)
@@ -119,16 +130,16 @@ class StepCalls:
         """Over a KV tensor, whose blocks are contiguous. Raises `InputError` if the kernels are not made for it."""
         self._kernels = kernels
         if not (
-            kv_cache.dtype is kernels.dtype
-            and kv_cache.shape[5] == kernels.head_dim
+            kv_cache.dtype is kernels.stored_dtype
+            and head_dim_of(kv_cache) == kernels.head_dim
             and kv_cache.shape[2] == kernels.num_parts
             and (kv_cache.is_contiguous() or kv_cache[0].is_contiguous())
             and kv_cache.is_cpu
         ):
-            raise InputError("step", f"a pool of {kernels.dtype}, head dim {kernels.head_dim}", kv_cache=kv_cache)
+            raise InputError("step", f"a pool of {kernels.stored_dtype}, head dim {kernels.head_dim}", kv_cache=kv_cache)
         _, self._num_layers, _, self._num_kv_heads, self._block_size, _ = kv_cache.shape
         self._block_stride, layer_stride, *_ = kv_cache.stride()
-        self._pool, self._layer_bytes = kv_cache.data_ptr(), layer_stride * kernels.dtype.itemsize
+        self._pool, self._layer_bytes = kv_cache.data_ptr(), layer_stride * kv_cache.dtype.itemsize
         self._held = [kv_cache]
         self._writes: tuple[tuple[object, ...], Tensor | None, _Write] = ((), None, _Write())
 
@@ -136,7 +147,7 @@ class StepCalls:
         """Writes the new keys and values of one layer into their slots.
 
         Args:
-            key: `[T, num_kv_heads, head_dim]` in the pool's dtype, the last dimension contiguous; of latents, them.
+            key: `[T, num_kv_heads, head_dim]` in the model's dtype, the last dimension contiguous; of latents, them.
             value: Like `key`; of latents, the rotary keys.
             layer: Layer index.
             slot_mapping: `[T]` int64; tokens with a slot below 0 are skipped. None is beyond the pool: that the block
@@ -249,7 +260,7 @@ class StepCalls:
         """Causal attention of some of a step's sequences.
 
         Args:
-            query: `[T, num_heads, head_dim]` in the pool's dtype, the last dimension contiguous.
+            query: `[T, num_heads, head_dim]` in the model's dtype, the last dimension contiguous.
             output: `[T, num_heads, head_dim]`, contiguous; the tokens of `rows` are written. Of latents as wide as
                 these.
             layer: Layer index.
@@ -308,33 +319,42 @@ def _are_numbers(*tensors: Tensor) -> bool:
     return True
 
 
-def constants(dtype: torch.dtype, head_dim: int, latent_dim: int | None = None) -> dict[str, int]:
+def constants(
+    dtype: torch.dtype, head_dim: int, latent_dim: int | None = None, stored: torch.dtype | None = None
+) -> dict[str, int]:
     """What the source is compiled with; arguments as of `load`."""
     return {
         "HEAD_DIM": head_dim,
         "VALUE_DIM": latent_dim or head_dim,
         "IS_LATENT": int(latent_dim is not None),
         "IS_BFLOAT16": int(dtype is torch.bfloat16),
+        "STORED": CODES.get(stored or dtype, 0),
     }
 
 
 @lru_cache
-def load(dtype: torch.dtype, head_dim: int, latent_dim: int | None = None) -> CPUKernels | str:
+def load(
+    dtype: torch.dtype, head_dim: int, latent_dim: int | None = None, stored: torch.dtype | None = None
+) -> CPUKernels | str:
     """The kernels for pools of this type and head dim, or why there are none. Compiles where no earlier process has.
 
     Args:
+        dtype: Of queries, new keys and values.
         head_dim: Elements of one head; of a latent and a rotary key.
         latent_dim: Elements of a latent; `None`: the pool holds keys and values.
+        stored: Of the pool; `None`: the same.
     """
     try:
         if dtype not in DTYPES:
             return f"takes {' and '.join(str(d) for d in DTYPES)}, the model is in {dtype}"
+        if stored not in (None, dtype, *CODES):
+            return f"needs a pool in the model's own dtype or of 8 bits, this one is in {stored}"
         most = MAX_HEAD_DIM if latent_dim is None else MAX_LATENT_ROW
         if head_dim > most:
             return f"takes head dims up to {most}, the model has {head_dim}"
-        compiled = library(_SOURCE, FUNCTIONS, (), None, **constants(dtype, head_dim, latent_dim))
-        kernels = CPUKernels(compiled, dtype, head_dim, latent_dim)
-        error = _error(kernels, dtype, head_dim, latent_dim)
+        compiled = library(_SOURCE, FUNCTIONS, (), None, **constants(dtype, head_dim, latent_dim, stored))
+        kernels = CPUKernels(compiled, dtype, head_dim, latent_dim, stored)
+        error = _error(kernels)
         # Of a rounding more or less; what is wrong is wrong by half.
         tolerance = 1e-5 if dtype is torch.float32 else 2e-2
         return kernels if error < tolerance else f"gives wrong results on this machine (error {error:.1e})"
@@ -342,26 +362,31 @@ def load(dtype: torch.dtype, head_dim: int, latent_dim: int | None = None) -> CP
         return str(error)
 
 
-def _error(kernels: CPUKernels, dtype: torch.dtype, head_dim: int, latent_dim: int | None) -> float:
+def _error(kernels: CPUKernels) -> float:
     """How far the kernels are from plain torch, on two small sequences: size of the error over size of the truth."""
+    dtype, head_dim, stored = kernels.dtype, kernels.head_dim, kernels.stored_dtype
+    latent_dim = kernels.value_dim if kernels.num_parts == 1 else None
     with torch.inference_mode(False), torch.no_grad():
         generator = torch.Generator("cpu").manual_seed(0)
 
         def random(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32).to(dtype)
 
-        heads, widths = (2, (head_dim, head_dim)) if latent_dim is None else (1, (latent_dim, head_dim - latent_dim))
-        pool = random(5, 1, 2 if latent_dim is None else 1, heads, 16, head_dim)
+        heads, widths = kernels.num_parts, kernels.stored
+        width = head_dim + SCALE_BYTES * (stored is torch.int8)
+        pool = torch.zeros(5, 1, kernels.num_parts, heads, 16, width, dtype=stored, device="cpu")
+        everywhere = torch.arange(80, device="cpu")
+        reference.reshape_and_cache(random(80, heads, widths[0]), random(80, heads, widths[1]), pool, 0, everywhere)
         tables, lens = torch.tensor([[3, 0], [2, 4]], device="cpu"), torch.tensor([21, 7], device="cpu")
         slots = tables.gather(1, (lens[:, None] - 1) // 16)[:, 0] * 16 + (lens - 1) % 16
         rows = torch.arange(2, device="cpu")[:, None]
         both = PaddedGroup(rows, None, tables, lens[:, None] - 1, lens, 21, False, block_size=16, null_block=4)
         key, value, query = random(2, heads, widths[0]), random(2, heads, widths[1]), random(2, 4, head_dim)
-        truth = pool.double()
-        reference.reshape_and_cache(key.double(), value.double(), truth, 0, slots)
+        truth = pool.clone()
+        reference.reshape_and_cache(key, value, truth, 0, slots)
         step = StepCalls(kernels, pool)
         step.write(key, value, 0, slots)
-        if not torch.equal(pool.double(), truth):
+        if not torch.equal(reference.elements(pool), reference.elements(truth)):
             return float("inf")
         read = None if latent_dim is None else partial(reference.read_latents, latent_dim=latent_dim)
         expected = reference.paged_attention(query.double(), truth, 0, [both], head_dim**-0.5, read=read)

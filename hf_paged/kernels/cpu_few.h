@@ -1,17 +1,18 @@
 /* Attention of a few query rows of one sequence, in the order of sums of cpu_tile.h and so with its bits: where rows would
    fill few lanes of a tile, lanes are keys for scores, and elements of values for sums.
 
-   Needs cpu_tile.h. A lane holds 4 bytes: of bfloat16 a pair of elements, which are sums of their own. */
-enum { FEW = 8, PAIR = 4 / sizeof(element), STEP = LANES * PAIR, PARTS = KEYS / LANES };
+   Needs cpu_tile.h. A lane holds 4 bytes: of bfloat16 a pair of elements, of codes four, which are sums of their own. */
+enum { FEW = 8, PAIR = 4 / sizeof(stored), STEP = LANES * PAIR, PARTS = KEYS / LANES };
 enum { KEY_STEPS = (HEAD_DIM + STEP - 1) / STEP, VALUE_STEPS = (VALUE_DIM + STEP - 1) / STEP };
 
 struct few {
   float query[FEW][KEY_STEPS * STEP];                   /* times the scale, zeros behind it */
-  vector sum[FEW][VALUE_STEPS][PAIR];                   /* of first and of second elements */
+  vector sum[FEW][VALUE_STEPS][PAIR];                   /* of first, of second... elements */
   float largest[FEW], total[FEW];
   int64_t first[FEW], end[FEW];                         /* tokens that a row sees */
-  const element *keys[KEYS], *values[KEYS];             /* of a tile */
-  const element *next[KEYS];                            /* the next one's keys; their values lie `to_values` behind */
+  float key_scale[KEYS], value_scale[KEYS];             /* of codes */
+  const stored *keys[KEYS], *values[KEYS];              /* of a tile */
+  const stored *next[KEYS];                             /* the next one's keys; their values lie `to_values` behind */
   int64_t to_values;
 };
 
@@ -47,16 +48,26 @@ INLINE void transpose(vector *rows) {
 }
 
 /* Up to STEP elements, and zeros, as they lie. */
-INLINE vector load(const element *from, const int count) {
+INLINE vector load(const stored *from, const int count) {
   vector x = {0};
-  memcpy(&x, from, (count < STEP ? count : STEP) * sizeof(element));
+  memcpy(&x, from, (count < STEP ? count : STEP) * sizeof(stored));
   return x;
 }
 
-/* The first or the second elements of pairs. */
-INLINE vector element_of(vector pairs, const int which) {
-  if (PAIR == 1) return pairs;
-  return which ? (vector)((numbers)pairs & (int32_t)0xffff0000) : (vector)((numbers)pairs << 16);
+/* As `from_stored`, the first elements of pairs or fours, the second... */
+INLINE vector element_of(vector lanes, const int which) {
+#if STORED == 0
+  if (PAIR == 1) return lanes;
+  return which ? (vector)((numbers)lanes & (int32_t)0xffff0000) : (vector)((numbers)lanes << 16);
+#elif STORED == 1
+  return __builtin_convertvector((numbers)lanes << (24 - 8 * which) >> 24, vector);
+#else
+  const numbers code = (numbers)lanes >> 8 * which, size = (code & 0x7f) << DROPPED;
+  const vector least = (vector)((numbers){0} + ((128 - BIAS) << 23)), small = (vector)(size + (numbers)least) - least;
+  const numbers offset = (numbers)choose(size < NO_NUMBER, (vector)((numbers){0} + ((127 - BIAS) << 23)),
+                                         (vector)((numbers){0} + ((255 - TOP) << 23)));
+  return (vector)((numbers)choose(size < LEAST_NORMAL, small, (vector)(size + offset)) | (code & 0x80) << 24);
+#endif
 }
 
 /* The sum of KEYS numbers by halves, or the largest of them. */
@@ -89,8 +100,8 @@ static inline void take_few(const struct few *few, int64_t r, element *to) {
 }
 
 /* Brings a row of the next tile into the second-level cache: blocks lie anywhere, no processor foresees the next. */
-INLINE void fetch(const element *row) {
-  for (int d = 0; d < HEAD_DIM; d += LINE / (int)sizeof(element)) __builtin_prefetch(row + d, 0, 2);
+INLINE void fetch(const stored *row) {
+  for (int d = 0; d < HEAD_DIM; d += LINE / (int)sizeof(stored)) __builtin_prefetch(row + d, 0, 2);
 }
 
 /* Adds products with elements `s * STEP` on, `count` of them, of LANES keys to their scores. */
@@ -104,22 +115,30 @@ INLINE void multiply_few(const struct few *few, const int rows, int p, int s, co
   }
 }
 
-/* Adds up to STEP elements of the values, `steps` times, from step `s` on. */
-INLINE void add_values(struct few *few, const int rows, int s, const int steps, const int count, float (*weight)[KEYS],
-                       const float *factor, int fetches) {
-  vector sum[rows][steps][PAIR];
-  EACH(r, rows) EACH(i, steps) EACH(which, PAIR) sum[r][i][which] = few->sum[r][s + i][which] * factor[r];
+/* Adds up to STEP elements of the values, `steps` times, from step `s` on: of their fours, `at_once` from `first` on. */
+INLINE void add_some(struct few *few, const int rows, int s, const int steps, const int count, const int first,
+                     const int at_once, float (*weight)[KEYS], const float *factor, int fetches) {
+  vector sum[rows][steps][at_once];
+  EACH(r, rows) EACH(i, steps) EACH(w, at_once) sum[r][i][w] = few->sum[r][s + i][first + w] * factor[r];
   for (int k = 0; k < KEYS; k++) {
     if (fetches) fetch(few->next[k] + few->to_values);
     EACH(i, steps) {
       const vector value = load(few->values[k] + (s + i) * STEP, count);
-      EACH(which, PAIR) {
-        const vector own = element_of(value, which);
-        EACH(r, rows) sum[r][i][which] = multiply_add(weight[r][k], own, sum[r][i][which]);
+      EACH(w, at_once) {
+        const vector own = element_of(value, first + w);
+        EACH(r, rows) sum[r][i][w] = multiply_add(weight[r][k], own, sum[r][i][w]);
       }
     }
   }
-  EACH(r, rows) EACH(i, steps) EACH(which, PAIR) few->sum[r][s + i][which] = sum[r][i][which];
+  EACH(r, rows) EACH(i, steps) EACH(w, at_once) few->sum[r][s + i][first + w] = sum[r][i][w];
+}
+
+/* All of them: as many at once as there are registers for. */
+INLINE void add_values(struct few *few, const int rows, int s, const int steps, const int count, float (*weight)[KEYS],
+                       const float *factor, int fetches) {
+  const int at_once = rows * PAIR > 16 ? 16 / rows : PAIR;
+  EACH(part, PAIR / at_once)
+    add_some(few, rows, s, steps, count, part * at_once, at_once, weight, factor, fetches && !part);
 }
 
 /* Scores of one row's keys to weights. */
@@ -151,9 +170,15 @@ INLINE void attend_few_keys(struct few *few, const int rows, int64_t start, floa
       else multiply_few(few, rows, p, s, HEAD_DIM % STEP, score);
     }
   memcpy(weight, score, sizeof weight);
-  for (int r = 0; r < rows; r++) factor[r] = weigh_few(few, r, weight[r], start, softcap);
+  for (int r = 0; r < rows; r++) {
+    if (IS_SCALED)
+      for (int k = 0; k < KEYS; k++) weight[r][k] *= few->key_scale[k];
+    factor[r] = weigh_few(few, r, weight[r], start, softcap);
+    if (IS_SCALED)
+      for (int k = 0; k < KEYS; k++) weight[r][k] *= few->value_scale[k];
+  }
   enum { WHOLE = VALUE_DIM / STEP };
-  const int most = rows > 4 ? 1 : rows * PAIR > 2 ? 2 : 4, steps = most < WHOLE ? most : WHOLE ? WHOLE : 1;
+  const int most = rows > 4 || rows * PAIR > 8 ? 1 : rows * PAIR > 2 ? 2 : 4, steps = most < WHOLE ? most : WHOLE ? WHOLE : 1;
   int s = 0;
   for (; s + steps <= WHOLE; s += steps) add_values(few, rows, s, steps, STEP, weight, factor, !s);
   for (; s < WHOLE; s++) add_values(few, rows, s, 1, STEP, weight, factor, !s);

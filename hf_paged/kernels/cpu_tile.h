@@ -5,7 +5,9 @@
    the weights of KEYS tokens by halves, over values one token after another. The compiler may neither reorder nor contract
    (see c_compiler.py); what is contracted is written so.
 
-   Needs cpu_element.h, HEAD_DIM and VALUE_DIM. */
+   A row of codes is multiplied as it lies; its scale goes to the score, or to the weight.
+
+   Needs cpu_stored.h, HEAD_DIM and VALUE_DIM. */
 #if defined(__FMA__)
 #include <immintrin.h>
 #endif
@@ -29,6 +31,7 @@ struct tile {
   vector scores[KEYS * VECTORS], largest[VECTORS], total[VECTORS];
   numbers first[VECTORS], end[VECTORS]; /* tokens that a row sees */
   float keys[KEYS][HEAD_DIM], values[KEYS][VALUES];
+  float key_scale[KEYS], value_scale[KEYS]; /* of codes */
   int64_t vectors;
   /* What comes next, brought from memory meanwhile: runs of keys, bytes of a run, from a run's keys to its values. */
   const char *ahead[RUNS];
@@ -100,17 +103,19 @@ static inline void take_row(const struct tile *tile, int64_t r, element *to) {
 }
 
 /* Some of the next KEYS keys and values, which lie side by side, to place `at`. */
-static inline void read_keys(struct tile *tile, int64_t at, int64_t count, const element *keys, const element *values) {
+static inline void read_keys(struct tile *tile, int64_t at, int64_t count, const stored *keys, const stored *values) {
   for (int64_t t = 0; t < count; t++)
-    for (int d = 0; d < HEAD_DIM; d++) tile->keys[at + t][d] = to_float(keys[t * HEAD_DIM + d]);
+    for (int d = 0; d < HEAD_DIM; d++) tile->keys[at + t][d] = from_stored(keys[t * HEAD_DIM + d]);
   for (int64_t t = 0; t < count; t++)
-    for (int d = 0; d < VALUE_DIM; d++) tile->values[at + t][d] = to_float(values[t * HEAD_DIM + d]);
+    for (int d = 0; d < VALUE_DIM; d++) tile->values[at + t][d] = from_stored(values[t * HEAD_DIM + d]);
 }
 
 /* Zeros behind the last `count` that were read: what is masked is multiplied all the same. */
 static inline void end_keys(struct tile *tile, int64_t count) {
   memset(tile->keys[count], 0, (KEYS - count) * sizeof tile->keys[0]);
   memset(tile->values[count], 0, (KEYS - count) * sizeof tile->values[0]);
+  memset(tile->key_scale + count, 0, (KEYS - count) * sizeof(float));
+  memset(tile->value_scale + count, 0, (KEYS - count) * sizeof(float));
 }
 
 static inline __attribute__((always_inline)) void multiply_keys(struct tile *tile, const int vectors) {
@@ -130,7 +135,8 @@ static inline __attribute__((always_inline)) void multiply_keys(struct tile *til
       }
     }
     for (int i = 0; i < AT_ONCE; i++)
-      for (int v = 0; v < vectors; v++) tile->scores[(k + i) * vectors + v] = score[i][v];
+      for (int v = 0; v < vectors; v++)
+        tile->scores[(k + i) * vectors + v] = IS_SCALED ? score[i][v] * tile->key_scale[k + i] : score[i][v];
   }
 }
 
@@ -175,6 +181,9 @@ static inline __attribute__((always_inline)) void weigh(struct tile *tile, const
       for (int k = 0; k < half; k++) sum[k] += sum[k + half];
     tile->total[v] += sum[0];
   }
+  if (IS_SCALED)
+    for (int k = 0; k < KEYS; k++)
+      for (int v = 0; v < vectors; v++) tile->scores[k * vectors + v] *= tile->value_scale[k];
 }
 
 static inline __attribute__((always_inline)) void multiply_values(struct tile *tile, const int vectors,

@@ -311,7 +311,7 @@ def latent_decode(call: LayerAttention, items: Tensor, split: Tensor) -> None:
         L=padded_latent,
         ROTARY=widths.row_dim - widths.latent_dim,
         R=padded_rotary,
-        FORMAT=call.fp8_format,
+        FORMAT=call.pool_format,
         NATIVE=call.device.has_native_fp8,
         HAS_WINDOW=call.window > 0,
         HAS_SOFTCAP=call.softcap > 0,

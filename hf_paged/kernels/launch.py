@@ -13,7 +13,10 @@ import torch
 import triton
 from torch import Tensor
 
+from hf_paged.kernels.scaled_rows import head_dim_of
+
 FP8_FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+FORMATS = FP8_FORMATS | {torch.int8: "int8"}  # of pools that hold codes; of int8 with scales, see `scaled_rows.py`
 MAX_HEAD_DIM = 256
 # With each launch of a kernel: products that are added are one instruction, whatever a release of Triton takes for the
 # default (3.10: not). Where a result's bits are those of separate operations, a launch says False.
@@ -144,15 +147,15 @@ class LayerAttention:
 
     @property
     def head_dim(self) -> int:
-        return self.kv_cache.shape[5]
+        return head_dim_of(self.kv_cache)
 
     @property
     def padded_dim(self) -> int:
         return next_power_of_two(max(16, self.head_dim))
 
     @property
-    def fp8_format(self) -> str:
-        return FP8_FORMATS.get(self.kv_cache.dtype, "")
+    def pool_format(self) -> str:
+        return FORMATS.get(self.kv_cache.dtype, "")
 
     @property
     def device(self) -> Device:
@@ -182,7 +185,7 @@ class LayerAttention:
             "TILE": shape.tokens,
             "HEAD_DIM": self.head_dim,
             "D": self.padded_dim,
-            "FORMAT": self.fp8_format,
+            "FORMAT": self.pool_format,
             "NATIVE": self.device.has_native_fp8,
             "HAS_SOFTCAP": self.softcap > 0,
             "num_warps": shape.num_warps,
@@ -211,9 +214,9 @@ def check_kv_cache(kv_cache: Tensor) -> None:
             "kv_cache must be [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], "
             f"got {list(kv_cache.shape)}"
         )
-    head_dim = kv_cache.shape[5]
-    if kv_cache.stride()[4:] != (head_dim, 1):
+    if kv_cache.stride()[4:] != (kv_cache.shape[5], 1):
         raise ValueError(f"a block's tokens must be contiguous, got strides {kv_cache.stride()}")
+    head_dim = head_dim_of(kv_cache)
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"the Triton kernels take head dims up to {MAX_HEAD_DIM}, got {head_dim}")
 

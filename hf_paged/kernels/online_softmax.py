@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_paged.kernels.tile_ops import LOG2_E, dot, dot_add, hash_now, load_states, tanh
+from hf_paged.kernels.tile_ops import LOG2_E, dot, dot_add, hash_now, load_states, scale_pointers, tanh
 
 
 @triton.jit
@@ -58,10 +58,13 @@ def attend_tiles(
         next_present = tl.minimum(tokens + TILE, last_position)
         next_blocks = tl.load(table + next_present // BLOCK_SIZE)
         blocks64 = blocks.to(tl.int64)
-        offsets = (blocks64 * stride_block + (present % BLOCK_SIZE) * HEAD_DIM)[:, None] + columns[None, :]  # [TILE, D]
+        rows = blocks64 * stride_block + (present % BLOCK_SIZE) * HEAD_DIM
+        offsets = rows[:, None] + columns[None, :]  # [TILE, D]
 
         key = load_states(key_base + offsets, in_head, FORMAT, NATIVE, query.dtype, HEAD_DIM != D)
         scores = dot(query, tl.trans(key))  # [M, TILE]
+        if FORMAT == "int8":
+            scores *= tl.load(scale_pointers(key_base + rows, present % BLOCK_SIZE, BLOCK_SIZE, HEAD_DIM))[None, :]
         if HAS_SOFTCAP:
             scores = tanh(scores * score_scale) * softcap
         else:
@@ -82,6 +85,9 @@ def attend_tiles(
         row_max = new_max
 
         value = load_states(value_base + offsets, in_head, FORMAT, NATIVE, query.dtype, HEAD_DIM != D)
+        if FORMAT == "int8":  # not the weights: what float16 has of small numbers would be lost
+            scales = tl.load(scale_pointers(value_base + rows, present % BLOCK_SIZE, BLOCK_SIZE, HEAD_DIM))
+            value = (value.to(tl.float32) * scales[:, None]).to(query.dtype)
         acc = dot_add(weights.to(query.dtype), value, acc * decay[:, None])
         blocks = next_blocks
     return acc, row_max, row_sum

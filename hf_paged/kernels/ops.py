@@ -19,6 +19,7 @@ from hf_paged.kernels import paged_prefill as prefill
 from hf_paged.kernels import reshape_and_cache as write_kernel
 from hf_paged.kernels import shared_decode as shared
 from hf_paged.kernels.launch import LayerAttention, check_kv_cache, next_power_of_two
+from hf_paged.kernels.scaled_rows import head_dim_of
 
 _LIBRARY = torch.library.Library("hf_paged", "DEF")
 
@@ -46,7 +47,7 @@ _LIBRARY.define(
 def _reshape_and_cache(key: Tensor, value: Tensor, kv_cache: Tensor, layer: int, slot_mapping: Tensor) -> None:
     check_kv_cache(kv_cache)
     _check_layer(kv_cache, layer)
-    num_heads, head_dim = kv_cache.shape[3], kv_cache.shape[5]
+    num_heads, head_dim = kv_cache.shape[3], head_dim_of(kv_cache)
     expected = (slot_mapping.shape[0], num_heads, head_dim)
     if key.shape != expected or value.shape != expected:
         raise ValueError(
@@ -81,7 +82,7 @@ def _paged_attention(
 ) -> Tensor:
     check_kv_cache(kv_cache)
     _check_layer(kv_cache, layer)
-    num_kv_heads, head_dim = kv_cache.shape[3], kv_cache.shape[5]
+    num_kv_heads, head_dim = kv_cache.shape[3], head_dim_of(kv_cache)
     if query.dim() != 3 or query.shape[2] != head_dim or query.shape[1] % num_kv_heads:
         raise ValueError(
             f"query must be [tokens, num_heads, {head_dim}] with num_heads a multiple of {num_kv_heads}, "

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hf_paged.kernels.launch import FUSION, LayerAttention, Tiling, device_of, next_power_of_two
 from hf_paged.kernels.online_softmax import attend_tiles, start_rows
+from hf_paged.kernels.scaled_rows import head_dim_of
 from hf_paged.kernels.tile_ops import LOG2_E
 
 PROGRAMS_A_PROCESSOR = 2  # that run at once: two or three, as registers and shared memory allow
@@ -190,7 +191,7 @@ def tiling(itemsize: int, padded_dim: int, group: int) -> Tiling:
 
 def plan(query: Tensor, kv_cache: Tensor) -> tuple[Tiling, int]:
     """Shape of a program's tile for queries `[T, num_heads, head_dim]`, and the items that a device runs at once."""
-    num_kv_heads, padded_dim = kv_cache.shape[3], next_power_of_two(max(16, kv_cache.shape[5]))
+    num_kv_heads, padded_dim = kv_cache.shape[3], next_power_of_two(max(16, head_dim_of(kv_cache)))
     group, itemsize, device = query.shape[1] // num_kv_heads, query.element_size(), device_of(query.device)
     shape = tiling(itemsize, padded_dim, group).fit(padded_dim, itemsize, kv_cache.element_size(), device)
     programs = num_kv_heads * -(-group // min(group, shape.rows))

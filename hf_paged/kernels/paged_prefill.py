@@ -22,9 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_paged.kernels.launch import FP8_FORMATS, Device, LayerAttention, Tiling, device_of, next_power_of_two
+from hf_paged.kernels.launch import FORMATS, Device, LayerAttention, Tiling, device_of, next_power_of_two
 from hf_paged.kernels.online_softmax import attend_tiles, start_rows
 from hf_paged.kernels.paged_decode import COMBINED_AT_ONCE, PROGRAMS_A_PROCESSOR, STATS, combine
+from hf_paged.kernels.scaled_rows import head_dim_of
 from hf_paged.kernels.tile_ops import LOG2_E
 
 
@@ -153,7 +154,7 @@ def _prefill_kernel(
         tl.store(partials + partial_rows + HEAD_DIM + 1, row_sum, mask=is_real)
 
 
-def tiling(itemsize: int, padded_dim: int, group: int, longest_query: int, device: Device, is_fp8: bool) -> Tiling:
+def tiling(itemsize: int, padded_dim: int, group: int, longest_query: int, device: Device, is_code: bool) -> Tiling:
     """Shape of a program's tile: as many rows as the longest query fills, up to what the registers hold.
 
     Args:
@@ -162,7 +163,7 @@ def tiling(itemsize: int, padded_dim: int, group: int, longest_query: int, devic
         group: Query heads of a kv head.
         longest_query: New tokens of the sequence that has most.
         device: Where matrix instructions take no factors from shared memory, a tile has to be smaller.
-        is_fp8: Whether the pool holds fp8, whose tiles are summed apart: a second sum in registers.
+        is_code: Whether the pool holds codes of 8 bits, whose tiles are summed apart: a second sum in registers.
     """
     rows = longest_query * group
     if itemsize == 4:  # no tensor cores multiply float32 exactly: the product lives in registers, the tile is small
@@ -174,7 +175,7 @@ def tiling(itemsize: int, padded_dim: int, group: int, longest_query: int, devic
         return Tiling(rows=16, tokens=tokens, num_warps=4, num_stages=3)
     if not device.reads_shared_factors:
         tokens = max(32, tokens // 2)
-    if rows <= 64 or (padded_dim > 128 and (is_fp8 or not device.reads_shared_factors)):
+    if rows <= 64 or (padded_dim > 128 and (is_code or not device.reads_shared_factors)):
         return Tiling(rows=64, tokens=tokens, num_warps=8 if padded_dim > 128 else 4, num_stages=3)
     return Tiling(rows=128, tokens=tokens, num_warps=8, num_stages=3)
 
@@ -207,10 +208,10 @@ def plan(query: Tensor, kv_cache: Tensor, max_query_len: int) -> Plan:
     Args:
         max_query_len: New tokens of the sequence that has most.
     """
-    num_kv_heads, padded_dim = kv_cache.shape[3], next_power_of_two(max(16, kv_cache.shape[5]))
-    group, device, is_fp8 = query.shape[1] // num_kv_heads, device_of(query.device), kv_cache.dtype in FP8_FORMATS
+    num_kv_heads, padded_dim = kv_cache.shape[3], next_power_of_two(max(16, head_dim_of(kv_cache)))
+    group, device, is_code = query.shape[1] // num_kv_heads, device_of(query.device), kv_cache.dtype in FORMATS
     itemsize = query.element_size()
-    shape = tiling(itemsize, padded_dim, group, max_query_len, device, is_fp8)
+    shape = tiling(itemsize, padded_dim, group, max_query_len, device, is_code)
     tokens = shape.fit(padded_dim, itemsize, kv_cache.element_size(), device).tokens
     queries, _, num_group_tiles = query_tiling(group, shape.rows)
     slots = -(-PROGRAMS_A_PROCESSOR * device.num_processors // (num_kv_heads * num_group_tiles))
@@ -228,7 +229,7 @@ def paged_prefill(call: LayerAttention, items: Tensor, split: Tensor, rows: int,
         exact: See above.
     """
     query_tile, group_tile, num_group_tiles = query_tiling(call.group, rows)
-    shape = call.fit(tiling(call.query.element_size(), call.padded_dim, 1, rows, call.device, bool(call.fp8_format)))
+    shape = call.fit(tiling(call.query.element_size(), call.padded_dim, 1, rows, call.device, bool(call.pool_format)))
     if shape.rows < rows:
         raise ValueError(f"a tile has {shape.rows} rows at most for these tensors, got {rows}")
     _prefill_kernel[(items.shape[0], call.num_kv_heads * num_group_tiles)](

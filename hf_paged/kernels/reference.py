@@ -3,7 +3,7 @@
 The KV tensor is `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`; index 2 of it is key (0) or value
 (1). Where values are not as wide as keys, it is `[num_blocks, num_layers, 1, num_kv_heads, block_size, key_dim +
 value_dim]`: a token's key and value lie side by side. A block's numbers are contiguous; from one block to the next it
-is a multiple of `block_size * width` numbers. A slot is `block * block_size + offset`.
+is a multiple of `block_size * width` numbers. A slot is `block * block_size + offset`. Of int8, see `scaled_rows.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_paged.kernels.padded_groups import GatherView, PaddedGroup
+from hf_paged.kernels.scaled_rows import head_dim_of, is_scaled, parts, quantized_rows
 
 Read = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -68,23 +69,47 @@ def slot_rows(kv_cache: Tensor, slots: Tensor) -> Tensor:
 
 def write_rows(key: Tensor, value: Tensor, kv_cache: Tensor, layer: int, rows: Tensor) -> None:
     """`reshape_and_cache` with the slots' rows at hand: `rows` is `slot_rows(kv_cache, slot_mapping)`."""
-    _, num_layers, num_parts, num_heads, block_size, width = kv_cache.shape
+    _, num_layers, num_parts, num_heads, block_size, _ = kv_cache.shape
     if not 0 <= layer < num_layers:  # else it would be some layer of the next block
         raise ValueError(f"the pool has {num_layers} layers, and none of number {layer}")
+    width = head_dim_of(kv_cache)
     widths = (width, width) if num_parts == 2 else (key.shape[-1], width - key.shape[-1])
     if (key.shape, value.shape) != tuple((*rows.shape, own) for own in widths):
         raise ValueError(
             f"keys and values must be [tokens, num_kv_heads, head_dim] = {[*rows.shape, widths[0]]} and "
             f"{[*rows.shape, widths[1]]}, got {list(key.shape)} and {list(value.shape)}"
         )
-    flat = _rows(kv_cache, width)
     rows = rows.reshape(-1) + layer * num_parts * num_heads * block_size
     if num_parts == 1:
-        both = torch.cat([key, value], dim=-1).reshape(-1, width)
-        flat.index_copy_(0, rows, elements(quantize(both, kv_cache.dtype)))
+        _store(kv_cache, rows, torch.cat([key, value], dim=-1).reshape(-1, width))
         return
     for part_rows, states in ((rows, key), (rows + num_heads * block_size, value)):
-        flat.index_copy_(0, part_rows, elements(quantize(states.reshape(-1, width), kv_cache.dtype)))
+        _store(kv_cache, part_rows, states.reshape(-1, width))
+
+
+def _store(kv_cache: Tensor, rows: Tensor, states: Tensor) -> None:
+    """Writes states `[R, width]` to rows `[R]` of the pool."""
+    if is_scaled(kv_cache):
+        codes, scales = _scaled_parts(kv_cache)
+        places = rows // kv_cache.shape[4], rows % kv_cache.shape[4]
+        codes[places], scales[places] = quantized_rows(states)
+    else:
+        _rows(kv_cache, kv_cache.shape[5]).index_copy_(0, rows, elements(quantize(states, kv_cache.dtype)))
+
+
+def _load(kv_cache: Tensor, rows: Tensor) -> Tensor:
+    """Rows `[R]` of the pool, `[R, width]`, in its dtype; float32 of int8."""
+    if is_scaled(kv_cache):
+        codes, scales = _scaled_parts(kv_cache)
+        places = rows // kv_cache.shape[4], rows % kv_cache.shape[4]
+        return codes[places] * scales[places][:, None]
+    return _rows(kv_cache, kv_cache.shape[5]).index_select(0, rows).view(kv_cache.dtype)
+
+
+def _scaled_parts(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """All codes `[-1, block_size, width]` and scales `[-1, block_size]`, a head's of a block in each place."""
+    block_size, width = kv_cache.shape[4:]
+    return parts(_rows(kv_cache, block_size * width), block_size)
 
 
 def _rows(kv_cache: Tensor, width: int) -> Tensor:
@@ -124,11 +149,15 @@ def gather_rows(
         key_dim: Width of a head's key; `None`: as its value's.
 
     Returns:
-        Key and value, `[G, num_kv_heads, N * block_size, head_dim]`.
+        Key and value, `[G, num_kv_heads, N * block_size, head_dim]`, in the pool's dtype; float32 of int8.
     """
     _, _, num_parts, num_heads, block_size, width = kv_cache.shape
     states = _rows(kv_cache, block_size * width).index_select(0, rows + layer * num_parts * num_heads)
-    states = states.view(num_parts, num_sequences, num_heads, -1, width).view(kv_cache.dtype)
+    if is_scaled(kv_cache):
+        codes, scales = parts(states, block_size)
+        states = (codes * scales[..., None]).view(num_parts, num_sequences, num_heads, -1, codes.shape[-1])
+    else:
+        states = states.view(num_parts, num_sequences, num_heads, -1, width).view(kv_cache.dtype)
     return (states[0], states[1]) if num_parts == 2 else _parted(states[0], key_dim)
 
 
@@ -309,15 +338,20 @@ def gather_slots(kv_cache: Tensor, layer: int, slots: Tensor, key_dim: int | Non
         key_dim: Width of a head's key; `None`: as its value's.
 
     Returns:
-        Key and value, `[B, num_kv_heads, S, head_dim]`.
+        Key and value, `[B, num_kv_heads, S, head_dim]`, in the pool's dtype; float32 of int8.
     """
-    _, _, num_parts, num_heads, block_size, head_dim = kv_cache.shape
+    _, _, num_parts, num_heads, block_size, _ = kv_cache.shape
     batch, width = slots.shape
     rows = slot_rows(kv_cache, slots).transpose(1, 2).reshape(-1) + layer * num_parts * num_heads * block_size
-    flat = _rows(kv_cache, head_dim)
-    shape = (batch, num_heads, width, head_dim)
+    shape = (batch, num_heads, width, head_dim_of(kv_cache))
     if num_parts == 1:
-        return _parted(flat.index_select(0, rows).view(kv_cache.dtype).view(shape), key_dim)
-    key = flat.index_select(0, rows).view(kv_cache.dtype).view(shape)
-    value = flat.index_select(0, rows + num_heads * block_size).view(kv_cache.dtype).view(shape)
-    return key, value
+        return _parted(_load(kv_cache, rows).view(shape), key_dim)
+    return _load(kv_cache, rows).view(shape), _load(kv_cache, rows + num_heads * block_size).view(shape)
+
+
+def block_sums(kv_cache: Tensor, blocks: Tensor) -> Tensor:
+    """`[P]` float32 for blocks `[P]`: not finite where a token's value of the last layer has NaN or infinity."""
+    values = elements(kv_cache)[:, -1, -1][blocks]
+    if is_scaled(kv_cache):
+        return parts(values.flatten(2), kv_cache.shape[4])[1].sum(dim=(1, 2))
+    return values.view(kv_cache.dtype).sum(dim=(1, 2, 3), dtype=torch.float32)

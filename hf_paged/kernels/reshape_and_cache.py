@@ -5,12 +5,13 @@ A program takes some (token, kv head) pairs; each is one row of `head_dim` numbe
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_paged.kernels.launch import FP8_FORMATS, FUSION, codes, next_power_of_two
-from hf_paged.kernels.tile_ops import encode_fp8
+from hf_paged.kernels.launch import FORMATS, codes, next_power_of_two
+from hf_paged.kernels.tile_ops import encode_fp8, encode_int8, scale_pointers
 
 
 @triton.jit(do_not_specialize=["layer", "num_rows"])
@@ -48,13 +49,22 @@ def _reshape_and_cache_kernel(
     first = (slots // BLOCK_SIZE) * stride_block + (slots % BLOCK_SIZE) * HEAD_DIM + heads * stride_head
     to = kv_cache + tl.cast(layer, tl.int64) * stride_layer + first[:, None] + columns
     keys = tl.load(
-        key + (tokens * stride_key_token + heads * stride_key_head)[:, None] + columns * stride_key_dim, mask=mask
+        key + (tokens * stride_key_token + heads * stride_key_head)[:, None] + columns * stride_key_dim, mask=mask, other=0.0
     )
     values = tl.load(
         value + (tokens * stride_value_token + heads * stride_value_head)[:, None] + columns * stride_value_dim,
         mask=mask,
+        other=0.0,
     )
-    if FORMAT != "":
+    if FORMAT == "int8":
+        keys, key_scales = encode_int8(keys.to(tl.float32))
+        values, value_scales = encode_int8(values.to(tl.float32))
+        rows_of_keys = kv_cache + tl.cast(layer, tl.int64) * stride_layer + first
+        scales = scale_pointers(rows_of_keys, slots % BLOCK_SIZE, BLOCK_SIZE, HEAD_DIM)
+        tl.store(scales, key_scales, mask=slots >= 0)
+        scales = scale_pointers(rows_of_keys + stride_kv, slots % BLOCK_SIZE, BLOCK_SIZE, HEAD_DIM)
+        tl.store(scales, value_scales, mask=slots >= 0)
+    elif FORMAT != "":
         keys = encode_fp8(keys.to(tl.float32), FORMAT)
         values = encode_fp8(values.to(tl.float32), FORMAT)
     tl.store(to, keys.to(kv_cache.dtype.element_ty), mask=mask)
@@ -91,7 +101,7 @@ def reshape_and_cache(key: Tensor, value: Tensor, kv_cache: Tensor, layer: int, 
         HEAD_DIM=head_dim,
         D=padded_dim,
         ROWS=rows,
-        FORMAT=FP8_FORMATS.get(kv_cache.dtype, ""),
+        FORMAT=FORMATS.get(kv_cache.dtype, ""),
         num_warps=4,
-        **FUSION,
+        enable_fp_fusion=kv_cache.dtype is not torch.int8,  # there codes are those of separate operations
     )

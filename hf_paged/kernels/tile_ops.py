@@ -1,4 +1,4 @@
-"""What several kernels need inside a tile: exact dot products, `tanh`, and the codes of fp8 numbers."""
+"""What several kernels need inside a tile: exact dot products, `tanh`, and codes of 8 bits."""
 
 from __future__ import annotations
 
@@ -91,13 +91,34 @@ def encode_fp8(x, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def encode_int8(x):
+    """Codes `[ROWS, D]` int8 and scales `[ROWS]` of float32 rows; see `scaled_rows.py`. Launched without fusion."""
+    MAGIC: tl.constexpr = 12582912.0  # behind which float32 has no fractions
+    MAGIC_BITS: tl.constexpr = 0x4B400000
+    # As an integer, so that NaN is the largest.
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
+    is_usual = (largest >= 1e-30) & (largest < float("inf"))
+    factor = tl.where(is_usual, tl.div_rn(tl.full(largest.shape, 127.0, tl.float32), largest), 0.0)
+    code = (x * factor[:, None] + MAGIC).to(tl.int32, bitcast=True) - MAGIC_BITS
+    code = tl.where(is_usual[:, None], code, 0).to(tl.int8)
+    return code, tl.where(largest < 1e-30, 0.0, largest * (1.0 / 127.0))
+
+
+@triton.jit
+def scale_pointers(row_pointers, rows, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Where the scales are of rows of codes, whose places in their blocks these are."""
+    behind = row_pointers + (BLOCK_SIZE - rows) * HEAD_DIM
+    return behind.to(tl.pointer_type(tl.float32), bitcast=True) + rows
+
+
+@triton.jit
 def load_states(pointers, mask, FORMAT: tl.constexpr, NATIVE: tl.constexpr, DTYPE: tl.constexpr, MASKED: tl.constexpr):
-    """A tile of keys or values as `DTYPE`; 0 where masked.
+    """A tile of keys or values as `DTYPE`, of int8 yet to be multiplied by their scales; 0 where masked.
 
     Args:
         pointers: Into the pool; to uint8 where it holds fp8.
         mask: What to load; ignored unless `MASKED`.
-        FORMAT: fp8 format, or "" for a pool of ordinary numbers.
+        FORMAT: fp8 format, "int8", or "" for a pool of ordinary numbers.
         NATIVE: See `decode_fp8`.
         MASKED: Whether the mask hides anything.
     """
@@ -105,7 +126,9 @@ def load_states(pointers, mask, FORMAT: tl.constexpr, NATIVE: tl.constexpr, DTYP
         states = tl.load(pointers, mask=mask, other=0)
     else:
         states = tl.load(pointers)
-    if FORMAT != "":
+    if FORMAT == "int8":
+        states = states.to(tl.float32)
+    elif FORMAT != "":
         states = decode_fp8(states, FORMAT, NATIVE)
     return states.to(DTYPE)
 
@@ -121,4 +144,4 @@ def hash_now(*functions: Any) -> None:
             function.cache_key  # noqa: B018
 
 
-hash_now(dot, dot_add, tanh, decode_fp8, encode_fp8, load_states)
+hash_now(dot, dot_add, tanh, decode_fp8, encode_fp8, encode_int8, scale_pointers, load_states)

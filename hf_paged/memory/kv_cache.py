@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_paged.core.cache_groups import CacheGroups
-from hf_paged.kernels.reference import elements
+from hf_paged.kernels.reference import block_sums, elements
 from hf_paged.kernels.transfers import ToHost, to_device
 from hf_paged.memory.state_cache import StateCache, StateLayout
 from hf_paged.memory.swap_space import SwapSpace
@@ -219,8 +219,7 @@ class KVCache:
         return ToHost(sums)
 
     def _sums(self, group: int, blocks: list[int]) -> Tensor:
-        values = elements(self.views[group])[:, -1, -1][to_device(blocks, self.tensor.device)]
-        return values.view(self.tensor.dtype).sum(dim=(1, 2, 3), dtype=torch.float32)
+        return block_sums(self.views[group], to_device(blocks, self.tensor.device))
 
     @contextmanager
     def lent_null_block(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,6 +33,10 @@ class AttentionSpec:
     @property
     def elements_per_token(self) -> int:
         return self.kv_heads * (self.key_dim + self.value_dim)
+
+    def widened(self, by: int) -> AttentionSpec:
+        """The same layer with so many more numbers in each head's key and value."""
+        return replace(self, key_dim=self.key_dim + by, value_dim=self.value_dim + by)
 
     @property
     def row_elements(self) -> int:

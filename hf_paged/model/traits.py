@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_paged.core.cache_groups import CacheGroups
+from hf_paged.kernels.scaled_rows import SCALE_BYTES
 from hf_paged.memory.kv_cache import KVGeometry, PageShape
 from hf_paged.memory.spec import AttentionSpec, StateSpec
 
@@ -61,6 +62,23 @@ class ModelTraits:
         """All that is cached of a token: of each layer, then of each layer's indexer, then of what an encoder read."""
         return (*self.layers, *self.indexers, *self.cross)
 
+    def stored_in(self, dtype: torch.dtype | None) -> tuple[AttentionSpec | None, ...]:
+        """`stored`, as wide as it lies in a pool of this dtype: in int8, a row's scale lies beside its codes."""
+        if dtype is not torch.int8:
+            return self.stored
+        return tuple(layer and layer.widened(SCALE_BYTES) for layer in self.stored)
+
+    @property
+    def why_not_scaled(self) -> str | None:
+        """Why what is cached can't be codes with a scale a head, as the end of a sentence; `None`: it can."""
+        layers = [layer for layer in self.stored if layer is not None]
+        if any(layer.is_latent for layer in layers):
+            return "its layers cache latents, whose rows are keys and values at once"
+        if any(layer.key_dim != layer.value_dim for layer in layers):
+            return "its layers' keys and values differ in width"
+        odd = [layer.key_dim for layer in layers if layer.key_dim % SCALE_BYTES]
+        return f"its head dim is {odd[0]}, no multiple of {SCALE_BYTES}" if odd else None
+
     @property
     def has_latents(self) -> bool:
         """Whether attention reads what layers cache as latents."""
@@ -87,11 +105,14 @@ class ModelTraits:
         return len(self.layers)
 
     def geometry(self, groups: CacheGroups, dtype: torch.dtype, block_size: int) -> KVGeometry:
+        """Of a pool of this dtype, whose groups are of `stored_in` it."""
         if not groups.sizes:  # a block for a whole state
             width, size = 64, sum(spec.num_bytes(torch.float32) for spec in self.states.values())
             return KVGeometry.uniform(-(-size // (2 * width * block_size * dtype.itemsize)), 1, width, dtype)
         kinds = {
-            group: layer for (group, _), layer in zip(groups.places, self.stored, strict=True) if layer is not None
+            group: layer
+            for (group, _), layer in zip(groups.places, self.stored_in(dtype), strict=True)
+            if layer is not None
         }
         pages = [
             PageShape(size, kind.kv_heads, kind.key_dim, kind.value_dim, kind.is_latent)

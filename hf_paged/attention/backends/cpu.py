@@ -12,26 +12,25 @@ from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.attention.params import AttentionParams
 from hf_paged.kernels import cpu
 from hf_paged.kernels.layers import InputError, plainly
+from hf_paged.kernels.scaled_rows import head_dim_of
 
 
 @register("cpu", device_types=("cpu",), preference=1)
 class CPUBackend(TorchBackend):
-    def __init__(self, kv_cache: Tensor, latent_dim: int | None = None) -> None:
-        super().__init__(kv_cache, latent_dim)
-        kernels = cpu.load(kv_cache.dtype, kv_cache.shape[5], latent_dim)
+    def __init__(self, kv_cache: Tensor, latent_dim: int | None = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__(kv_cache, latent_dim, dtype)
+        kernels = cpu.load(dtype or kv_cache.dtype, head_dim_of(kv_cache), latent_dim, kv_cache.dtype)
         assert isinstance(kernels, cpu.CPUKernels), kernels
         self._kernels = kernels
-        self._takes_prompts = _takes_prompts(kv_cache.dtype)
+        self._takes_prompts = _takes_prompts(kernels.dtype)
 
     @classmethod
     def supports(cls, pool: PoolDescription) -> str | None:
         if pool.device.type != "cpu":
             return f"needs a model on CPU, this one is on {pool.device}"
-        if pool.dtype != pool.compute_dtype:
-            return f"needs a pool in the model's own dtype, this one is in {pool.dtype}"
         if pool.has_two_widths:
             return "takes keys and values of one width, this pool's differ"
-        kernels = cpu.load(pool.dtype, pool.head_dim, pool.latent_dim)
+        kernels = cpu.load(pool.compute_dtype, pool.head_dim, pool.latent_dim, pool.dtype)
         return kernels if isinstance(kernels, str) else None
 
     def step(self, metadata: AttentionMetadata) -> PagedStep:

@@ -18,6 +18,7 @@ import hf_paged.attention.backends as package
 from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.attention.params import AttentionParams
 from hf_paged.core.config import attention_backends
+from hf_paged.kernels.scaled_rows import head_dim_of
 from hf_paged.kernels.transfers import to_device
 
 logger = logging.getLogger(__name__)
@@ -55,8 +56,8 @@ class PagedStep(Protocol):
 
 class Backend(ABC):
     """The operations over one KV tensor, `[blocks, layers, 2, kv_heads, block_size, head_dim]`, or (where keys and
-    values differ in width) `[blocks, layers, 1, kv_heads, block_size, key_dim + value_dim]`. What a block holds is
-    contiguous; blocks may have other numbers between them.
+    values differ in width) `[blocks, layers, 1, kv_heads, block_size, key_dim + value_dim]`, or (of int8) as
+    `scaled_rows.py` says. What a block holds is contiguous; blocks may have other numbers between them.
 
     Attributes:
         reads_empty_slots: Whether it reads slots of a block that hold no token (and multiplies them by zero).
@@ -69,7 +70,8 @@ class Backend(ABC):
     can_record: bool = False
     can_record_all: bool = False
 
-    def __init__(self, kv_cache: Tensor, latent_dim: int | None = None) -> None:
+    def __init__(self, kv_cache: Tensor, latent_dim: int | None = None, dtype: torch.dtype | None = None) -> None:
+        """`dtype`: the model's; `None`: as the pool's."""
         self._kv_cache = kv_cache
 
     @classmethod
@@ -133,7 +135,7 @@ def choose(name: str, kv_cache: Tensor, dtype: torch.dtype, latent_dim: int | No
         ValueError: There is none of this name, or it can't serve the pool; the message says why.
     """
     has_two_widths = kv_cache.shape[2] == 1 and latent_dim is None
-    pool = PoolDescription(kv_cache.device, kv_cache.dtype, dtype, kv_cache.shape[5], has_two_widths, latent_dim)
+    pool = PoolDescription(kv_cache.device, kv_cache.dtype, dtype, head_dim_of(kv_cache), has_two_widths, latent_dim)
     known = names()
     if name != "auto":
         if name not in known:
@@ -142,13 +144,13 @@ def choose(name: str, kv_cache: Tensor, dtype: torch.dtype, latent_dim: int | No
         if reason is not None:
             others = [f'"{own}"' for own in reversed(known) if _is_for(own, pool) and _supports(own, pool) is None]
             raise ValueError(f'attention_backend="{name}" {reason}; use {", ".join(others)} or "auto"')
-        return attention_backends[name].backend(kv_cache, latent_dim)
+        return attention_backends[name].backend(kv_cache, latent_dim, dtype)
     for own in known:
         if not _is_for(own, pool):
             continue
         reason = _supports(own, pool)
         if reason is None:
-            return attention_backends[own].backend(kv_cache, latent_dim)
+            return attention_backends[own].backend(kv_cache, latent_dim, dtype)
         logger.info("hf_paged: the attention backend %r is not used: it %s", own, reason)
     raise ValueError(f"no attention backend serves a pool of {pool.dtype} on {pool.device}")
 

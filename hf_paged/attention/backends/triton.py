@@ -17,6 +17,7 @@ from hf_paged.attention.params import AttentionParams
 from hf_paged.kernels import reference
 from hf_paged.kernels.availability import HALF_OR_SINGLE, launch_failure
 from hf_paged.kernels.layers import Place
+from hf_paged.kernels.scaled_rows import is_scaled
 
 if TYPE_CHECKING:  # Triton need not be installed for the other backends
     from hf_paged.kernels.ops import Partials
@@ -33,7 +34,13 @@ class TritonBackend(Backend):
     reads_empty_slots = False
     can_record = True
 
-    def __init__(self, kv_cache: Tensor, latent_dim: int | None = None, exact: bool = False) -> None:
+    def __init__(
+        self,
+        kv_cache: Tensor,
+        latent_dim: int | None = None,
+        dtype: torch.dtype | None = None,
+        exact: bool = False,
+    ) -> None:
         """`exact`: a token's bits depend on its own sequence only, not on how much of it a step computes, beside what.
 
         Steps are not recorded then, and nothing is read together.
@@ -42,7 +49,7 @@ class TritonBackend(Backend):
 
         if exact and latent_dim is not None:
             raise ValueError(f"exact attention takes keys and values, got a pool of latents of {latent_dim} elements")
-        super().__init__(kv_cache, latent_dim)
+        super().__init__(kv_cache, latent_dim, dtype)
         self.reads_empty_slots = latent_dim is not None  # prompts of latents are expanded by torch
         self.can_record, self.can_record_all = not exact, not exact and latent_dim is None
         self._exact = exact
@@ -131,7 +138,8 @@ class TritonStep:
     def place_of(self, layer: int) -> Place | None:
         """Where `write` puts keys and values of a layer, for kernels that do so themselves; `None`: it alone can."""
         kv_cache = self._kv_cache
-        return None if kv_cache.shape[2] == 1 else Place(kv_cache, layer, self._metadata.slot_mapping)
+        is_written_alone = kv_cache.shape[2] == 1 or is_scaled(kv_cache)
+        return None if is_written_alone else Place(kv_cache, layer, self._metadata.slot_mapping)
 
     def write(self, key: Tensor, value: Tensor, layer: int) -> None:
         if self._kv_cache.shape[2] == 1:

@@ -98,7 +98,7 @@ def encode_int8(x):
     # As an integer, so that NaN is the largest.
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
     is_usual = (largest >= 1e-30) & (largest < float("inf"))
-    factor = tl.where(is_usual, tl.div_rn(tl.full(largest.shape, 127.0, tl.float32), largest), 0.0)
+    factor = tl.div_rn(tl.full(largest.shape, 127.0, tl.float32), tl.where(is_usual, largest, 1.0))
     code = (x * factor[:, None] + MAGIC).to(tl.int32, bitcast=True) - MAGIC_BITS
     code = tl.where(is_usual[:, None], code, 0).to(tl.int8)
     return code, tl.where(largest < 1e-30, 0.0, largest * (1.0 / 127.0))

@@ -52,6 +52,7 @@ from hf_paged.kernels import (
 )
 from hf_paged.kernels.layers import NormWeight, Place
 from hf_paged.kernels.sampling_rows import plain_rows
+from hf_paged.kernels.scaled_rows import SCALE_BYTES
 
 # Bytes of shared memory that one program may take, from the vendors' programming guides.
 SHARED_MEMORY_LIMIT = {
@@ -74,7 +75,7 @@ TARGETS = {
     for name in SHARED_MEMORY_LIMIT
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-POOLS = DTYPES | {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+POOLS = DTYPES | {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}
 NUM_BLOCKS = 4096
 TABLE_TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
 MOST = ("registers", "shared_memory", "spilled_bytes", "spills_in_loops")
@@ -116,7 +117,8 @@ def device_of(target: str) -> launch.Device:
 def launches(case: Case, target: str) -> list[Specialisation]:
     """What this case launches."""
     dtype, kv_heads = DTYPES[case.dtype], 8
-    pool = on_meta(NUM_BLOCKS, 32, 2, kv_heads, case.block_size, case.head_dim, dtype=POOLS[case.pool])
+    width = case.head_dim + SCALE_BYTES * (case.pool == "int8")
+    pool = on_meta(NUM_BLOCKS, 32, 2, kv_heads, case.block_size, width, dtype=POOLS[case.pool])
     device = device_of(target)
     with mock.patch.object(launch.Device, "of", staticmethod(lambda _: device)), record() as found:
         if case.kernel == "copy":
@@ -203,7 +205,7 @@ ONE_EACH = (
 )
 ALL_FEATURES = "window+softcap+sinks"
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
-PAIRS = [(name, name) for name in DTYPES] + [("bf16", "e4m3"), ("fp16", "e5m2")]
+PAIRS = [(name, name) for name in DTYPES] + [("bf16", "e4m3"), ("fp16", "e5m2"), ("bf16", "int8")]
 
 
 def cases(target: str) -> Iterator[Case]:
@@ -218,6 +220,8 @@ def cases(target: str) -> Iterator[Case]:
                 yield Case("shared", dtype, pool, head_dim, 16, 4, feature, rows)
             yield Case("write", dtype, pool, head_dim, 16, 1, "", 0)
         for head_dim, heads in itertools.product((256, 512), (16, 32, 128)):
+            if pool == "int8":
+                continue
             sizes = DTYPES[dtype].itemsize, POOLS[pool].itemsize
             widths = latent_attention.LatentWidths(heads, head_dim, head_dim + head_dim // 8, *sizes)
             yield Case("latents", dtype, pool, head_dim, 16, heads, "", latent_attention.tiling(widths, device).rows)

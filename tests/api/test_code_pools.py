@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import transformers as hf
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import hf_paged
-from helpers.models import build, random_ids
+from helpers.models import build, random_ids, tiny_lm, tiny_tokenizer
 from helpers.state_models import build_state_model
 from hf_paged import is_supported
 from hf_paged.core.cache_groups import CacheGroups
@@ -162,11 +163,28 @@ def test_the_keys_of_a_cache_that_is_read() -> None:
         cache = hf_paged.PagedCache(model)
         with torch.no_grad():
             model(random_ids(1, 9), past_key_values=cache)
-        found.append(cache.layers[0])
-    for own, exact in ((found[0].keys, found[1].keys), (found[0].values, found[1].values)):
+        found.append((cache.layers[0].keys, cache.layers[0].values))
+    for own, exact in zip(*found):
         assert own.dtype is torch.bfloat16 and not torch.equal(own, exact)
         steps = exact.float().abs().amax(-1, keepdim=True) / 127
         assert bool(((own.float() - exact.float()).abs() <= 0.501 * steps + exact.float().abs() / 256).all())
+
+
+def test_perplexity_of_the_embedded_model() -> None:
+    """Of texts that it wrote; what a scale for more than one token and head would cost shows here."""
+    stock = tiny_lm()
+    prompts = [tiny_tokenizer()(text)["input_ids"] for text in ("The", "She", "It was", "At length", "In the morning", "My")]
+    per_token: dict[str, float] = {}
+    for kind in ("auto", "int8", "fp8_e4m3"):
+        with hf_paged.patched(stock, kv_cache_dtype=kind, num_blocks=256):
+            if kind == "auto":
+                torch.manual_seed(0)
+                given = {"do_sample": True, "top_k": 0, "max_new_tokens": 150, "eos_token_id": None}
+                texts = [each.prompt_token_ids + each.token_ids for each in stock.paged.generate(prompts, **given)]
+            scores = stock.paged.score(texts, first=1)
+        per_token[kind] = -sum(token.logprob for text in scores for token in text) / sum(map(len, scores))
+    worse = {kind: math.exp(own - per_token["auto"]) - 1 for kind, own in per_token.items()}
+    assert 0 < abs(worse["int8"]) < 0.001 and abs(worse["int8"]) < abs(worse["fp8_e4m3"]) < 0.004
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])

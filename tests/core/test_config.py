@@ -104,7 +104,7 @@ def test_invalid(name: str, value: Any) -> None:
 def test_messages_say_what_is_allowed() -> None:
     for name, choices in (
         ("preemption", ("auto", "recompute", "swap")),
-        ("kv_cache_dtype", ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")),
+        ("kv_cache_dtype", ("auto", "int8", "fp8", "fp8_e4m3", "fp8_e5m2")),
         ("attention_backend", ("auto", "triton", "torch")),
     ):
         with pytest.raises(ValueError) as caught:

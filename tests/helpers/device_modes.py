@@ -125,6 +125,7 @@ MODES = {
     "user_processor": Mode(_user_processor, entries=None),
     "scores": Mode(lambda model: _generate(model, **SCORES), entries=None),
     "prompt_lookup": Mode(lambda model: _one(model, prompt_lookup_num_tokens=3), entries=None),
+    "int8_pool": Mode(_generate, {"kv_cache_dtype": "int8"}, is_exact=False),
     "fp8_pool": Mode(_generate, {"kv_cache_dtype": "fp8_e5m2"}, is_exact=False),
     "swap": Mode(_crowd, FEW | {"preemption": "swap", "swap_space_gib": 0.01}, reached="num_preemptions"),
     "recompute": Mode(_crowd, FEW | {"preemption": "recompute"}, reached="num_preemptions"),

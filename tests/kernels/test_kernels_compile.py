@@ -24,6 +24,8 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "shared bf16 bf16 d128",
         "prefill bf16 e4m3 d128 b16 g1",
         "write bf16 e4m3 d80",
+        "decode bf16 int8 d128 b16 g4 m16 window+",
+        "write bf16 int8 d128",
         "layers bf16 bf16 d128",
         "sampling bf16",
         "latents bf16 bf16 d512 b16 g128",

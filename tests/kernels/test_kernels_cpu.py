@@ -589,10 +589,10 @@ def test_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("auto", "cpu"):
         assert choose(name, pool, F32).name == "cpu"
         assert choose(name, pool.bfloat16(), BF16).name == "cpu"
+        assert choose(name, pool.to(torch.float8_e4m3fn), BF16).name == "cpu"
     assert choose("torch", pool, F32).name == "torch"
     refused = [
-        (pool.to(torch.float8_e4m3fn), F32, "the model's own dtype.*float8_e4m3fn"),
-        (pool, BF16, "the model's own dtype.*float32"),
+        (pool, BF16, "the model's own dtype or of 8 bits.*float32"),
         (pool.half(), torch.float16, "float16"),
         (pool.double(), torch.float64, "float64"),
         (torch.zeros(2, 1, 2, 1, 4, 513), F32, "head dims up to 512.*513"),

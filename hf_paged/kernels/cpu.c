@@ -65,6 +65,8 @@ struct attend {
   int64_t heads;                /* query heads of a key/value head that a tile has rows for, ROWS at most */
   int64_t window;               /* tokens a query sees, itself included; 0: all */
   int64_t num_threads;
+  const float *bias;            /* [heads, bias_width], added to scores of keys so far before a query, or NULL */
+  int64_t bias_width;           /* the last one is for all that are farther */
   float scale, softcap;         /* softcap 0: none */
 };
 
@@ -75,6 +77,11 @@ static inline int64_t first_seen(const struct attend *a, int64_t place) {
 
 /* Tiles of keys begin at fixed places of a sequence, whatever reads them. */
 static inline int64_t tile_of(int64_t token) { return token / KEYS * KEYS; }
+
+/* What is added to the scores of a head's query at a place. */
+static inline struct by_distance bias_of(const struct attend *a, int64_t head, int64_t place) {
+  return (struct by_distance){a->bias ? a->bias + head * a->bias_width : NULL, a->bias_width - 1, place};
+}
 
 /* Where a sequence's keys lie from token `start` on, and the token behind those of the same block, `end` at most. */
 static inline const stored *run_of(const struct attend *a, int64_t sequence, int64_t kv_head, int64_t start,
@@ -211,6 +218,7 @@ static void attend_new(const struct attend *a, int64_t sequence, int64_t first, 
     const float *sink = a->sinks ? a->sinks + head : NULL;
     if (is_few) add_few(&work.few, r, query, a->scale, first, own + 1, sink, begun, first_row + r);
     else add_row(&work.tile, r, query, a->scale, first, own + 1, sink, begun, first_row + r);
+    *(is_few ? &work.few.bias[r] : &work.tile.bias[r]) = bias_of(a, head, own);
   }
   if (is_few) attend_few(a, &work.few, num_new * heads, sequence, kv_head, start, end);
   else attend_tokens(a, &work.tile, sequence, kv_head, start, end, first_seen(a, end - 1), place + 1, NULL);
@@ -233,6 +241,7 @@ static void attend_together(const struct attend *a, const int32_t *sequences, in
     const int64_t first = first_seen(a, a->seq_lens[sequence] - 1);
     const element *query = a->query + a->query_starts[sequence] * a->query_token + head * a->query_head;
     add_row(&tile, r, query, a->scale, first, shared, a->sinks ? a->sinks + head : NULL, NULL, 0);
+    tile.bias[r] = bias_of(a, head, a->seq_lens[sequence] - 1);
     if (first < start) start = first;
     if (first > all_from) all_from = first;
   }

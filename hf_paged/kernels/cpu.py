@@ -48,6 +48,8 @@ class _Attend(ctypes.Structure):
         ),
         *((name, ctypes.c_int64) for name in ("block_size", "table_width", "block_stride", "heads", "window")),
         ("num_threads", ctypes.c_int64),
+        ("bias", ctypes.c_void_p),
+        ("bias_width", ctypes.c_int64),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
     ]
 
@@ -136,7 +138,9 @@ class StepCalls:
             and (kv_cache.is_contiguous() or kv_cache[0].is_contiguous())
             and kv_cache.is_cpu
         ):
-            raise InputError("step", f"a pool of {kernels.stored_dtype}, head dim {kernels.head_dim}", kv_cache=kv_cache)
+            raise InputError(
+                "step", f"a pool of {kernels.stored_dtype}, head dim {kernels.head_dim}", kv_cache=kv_cache
+            )
         _, self._num_layers, _, self._num_kv_heads, self._block_size, _ = kv_cache.shape
         self._block_stride, layer_stride, *_ = kv_cache.stride()
         self._pool, self._layer_bytes = kv_cache.data_ptr(), layer_stride * kv_cache.dtype.itemsize
@@ -256,6 +260,7 @@ class StepCalls:
         sliding_window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> None:
         """Causal attention of some of a step's sequences.
 
@@ -268,6 +273,7 @@ class StepCalls:
             sliding_window: Tokens a query sees, itself included; `None`: all before it.
             softcap: Bound of the scores; `None`: none.
             sinks: `[num_heads]` logits.
+            bias: `[num_heads, distances]` float32, contiguous; see `reference.paged_attention`.
 
         Raises:
             InputError: Tensors of other shapes, strides, dtypes or devices, or a layer that the pool does not have.
@@ -276,6 +282,10 @@ class StepCalls:
             sinks = sinks.detach().float().contiguous()
         both = query.shape, query.stride(), query.dtype, query.device, output.shape, output.stride(), output.dtype
         geometry = *both, output.device, None if sinks is None else (sinks.shape, sinks.device)
+        if bias is not None and not (
+            bias.dtype is torch.float32 and bias.is_cpu and bias.is_contiguous() and bias.shape[0] == query.shape[1]
+        ):
+            raise InputError("attend", "a bias [heads, distances] in float32", query=query, bias=bias)
         if not 0 <= layer < self._num_layers or rows.checked != geometry:
             self._check(query, output, layer, rows, sinks)
             rows.checked = geometry
@@ -283,6 +293,7 @@ class StepCalls:
         arguments.query, arguments.output = query.data_ptr(), output.data_ptr()
         arguments.pool = self._pool + layer * self._layer_bytes
         arguments.sinks = None if sinks is None else sinks.data_ptr()
+        arguments.bias, arguments.bias_width = (None, 0) if bias is None else (bias.data_ptr(), bias.shape[1])
         arguments.window, arguments.scale, arguments.softcap = sliding_window or 0, scale, softcap or 0.0
         arguments.num_threads = torch.get_num_threads()
         self._kernels.attend(arguments)

@@ -11,6 +11,7 @@ struct few {
   float largest[FEW], total[FEW];
   int64_t first[FEW], end[FEW];                         /* tokens that a row sees */
   float key_scale[KEYS], value_scale[KEYS];             /* of codes */
+  struct by_distance bias[FEW];
   const stored *keys[KEYS], *values[KEYS];              /* of a tile */
   const stored *next[KEYS];                             /* the next one's keys; their values lie `to_values` behind */
   int64_t to_values;
@@ -145,6 +146,7 @@ INLINE void add_values(struct few *few, const int rows, int s, const int steps, 
 INLINE float weigh_few(struct few *few, int r, float *row, int64_t start, float softcap) {
   if (softcap > 0)
     for (int k = 0; k < KEYS; k++) row[k] = tanhf(row[k] / softcap) * softcap;
+  add_bias(&few->bias[r], row, 1, start);
   const int64_t first = few->first[r] - start, end = few->end[r] - start;
   if (first > 0 || end < KEYS)
     for (int k = 0; k < KEYS; k++) row[k] = k >= first && k < end ? row[k] : -INFINITY;
@@ -198,6 +200,7 @@ static few_function *few_keys_of(struct few *few, int rows) {
   for (int r = rows; r < all; r++) {
     memset(few->query[r], 0, sizeof few->query[r]), memset(few->sum[r], 0, sizeof few->sum[r]);
     few->largest[r] = -INFINITY, few->total[r] = 0, few->first[r] = few->end[r] = 0;
+    few->bias[r].bias = NULL;
   }
   return all == 8 ? attend_few_keys8 : all == 4 ? attend_few_keys4 : all == 2 ? attend_few_keys2 : attend_few_keys1;
 }

@@ -24,6 +24,19 @@ enum { RUNS = KEYS / AT_ONCE, LINE = 64 };
 typedef float vector __attribute__((vector_size(LANES * 4)));
 typedef int32_t numbers __attribute__((vector_size(LANES * 4)));
 
+/* What is added to the scores of a row whose query is at a place: by a key's distance, the last for all farther ones. */
+struct by_distance {
+  const float *bias; /* NULL: nothing */
+  int64_t last, place;
+};
+
+/* KEYS scores, `step` apart, of keys from token `start` on. */
+static inline void add_bias(const struct by_distance *own, float *scores, int64_t step, int64_t start) {
+  if (!own->bias) return;
+  for (int64_t k = 0, away = own->place - start; k < KEYS; k++, away--)
+    scores[k * step] += own->bias[away < 0 ? 0 : away < own->last ? away : own->last];
+}
+
 /* Of `vectors` vectors of rows; those of one dimension, or one key, lie side by side. */
 struct tile {
   vector query[HEAD_DIM * VECTORS]; /* times the scale; zeros where there is no row */
@@ -32,6 +45,7 @@ struct tile {
   numbers first[VECTORS], end[VECTORS]; /* tokens that a row sees */
   float keys[KEYS][HEAD_DIM], values[KEYS][VALUES];
   float key_scale[KEYS], value_scale[KEYS]; /* of codes */
+  struct by_distance bias[ROWS];
   int64_t vectors;
   /* What comes next, brought from memory meanwhile: runs of keys, bytes of a run, from a run's keys to its values. */
   const char *ahead[RUNS];
@@ -62,6 +76,7 @@ static void clear_tile(struct tile *tile, int64_t rows, const char *pool, int64_
     tile->largest[v] = (vector){0} - INFINITY, tile->total[v] = (vector){0};
     tile->first[v] = (numbers){0}, tile->end[v] = (numbers){0} + INT32_MAX;
   }
+  memset(tile->bias, 0, sizeof tile->bias);
   for (int i = 0; i < RUNS; i++) tile->ahead[i] = pool, tile->num_bytes[i] = 0;
   tile->to_values = to_values;
   for (int k = 0; k < KEYS; k++)
@@ -147,6 +162,7 @@ static inline __attribute__((always_inline)) void weigh(struct tile *tile, const
   float *scores = (float *)tile->scores;
   if (softcap > 0)
     for (int i = 0; i < KEYS * vectors * LANES; i++) scores[i] = tanhf(scores[i] / softcap) * softcap;
+  for (int r = 0; r < vectors * LANES; r++) add_bias(&tile->bias[r], scores + r, vectors * LANES, start);
   vector top[VECTORS];
   for (int v = 0; v < vectors; v++) top[v] = tile->largest[v];
   if (is_masked)

@@ -49,7 +49,9 @@ def _reshape_and_cache_kernel(
     first = (slots // BLOCK_SIZE) * stride_block + (slots % BLOCK_SIZE) * HEAD_DIM + heads * stride_head
     to = kv_cache + tl.cast(layer, tl.int64) * stride_layer + first[:, None] + columns
     keys = tl.load(
-        key + (tokens * stride_key_token + heads * stride_key_head)[:, None] + columns * stride_key_dim, mask=mask, other=0.0
+        key + (tokens * stride_key_token + heads * stride_key_head)[:, None] + columns * stride_key_dim,
+        mask=mask,
+        other=0.0,
     )
     values = tl.load(
         value + (tokens * stride_value_token + heads * stride_value_head)[:, None] + columns * stride_value_dim,

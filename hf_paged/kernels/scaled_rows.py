@@ -42,7 +42,9 @@ def quantized_rows(states: Tensor) -> tuple[Tensor, Tensor]:
     states = states.float()
     largest = states.abs().amax(-1, keepdim=True)
     is_usual = (largest >= SMALLEST) & largest.isfinite()
-    factor = torch.where(is_usual, torch.full_like(largest, LARGEST_CODE) / largest, 0)  # `127 / x` would be `1 / x * 127`
+    factor = torch.where(
+        is_usual, torch.full_like(largest, LARGEST_CODE) / largest, 0
+    )  # `127 / x` would be `1 / x * 127`
     codes = torch.where(is_usual, states * factor, 0).round().to(torch.int8)
     scales = torch.where(largest < SMALLEST, 0, largest * torch.tensor(1 / LARGEST_CODE, dtype=torch.float32))
     return codes, scales[..., 0]

@@ -105,7 +105,12 @@ def test_a_pool_of_half_the_size() -> None:
 def test_pages_of_real_heads(head_dim: int) -> None:
     """Scales included, and also where layers differ in their windows; as many more blocks fit into the same memory."""
     config = hf.Gemma2Config(
-        num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=head_dim, hidden_size=32, vocab_size=64
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=head_dim,
+        hidden_size=32,
+        vocab_size=64,
     )
     sizes = []
     for kind in ("bfloat16", "int8"):
@@ -126,7 +131,9 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_int8_does_not_take(name: str) -> None:
     """Refused by `patch`, which leaves the model as it was."""
-    narrow = hf.LlamaConfig(hidden_size=24, intermediate_size=32, num_attention_heads=4, num_hidden_layers=2, vocab_size=64)
+    narrow = hf.LlamaConfig(
+        hidden_size=24, intermediate_size=32, num_attention_heads=4, num_hidden_layers=2, vocab_size=64
+    )
     model = build(name) if name != "narrow" else AutoModelForCausalLM.from_config(narrow)
     with pytest.raises(ValueError, match=f'^kv_cache_dtype="int8" .*{REFUSED[name]}.*; use "fp8" or "auto"$'):
         hf_paged.patch(model, kv_cache_dtype="int8")
@@ -173,7 +180,9 @@ def test_the_keys_of_a_cache_that_is_read() -> None:
 def test_perplexity_of_the_embedded_model() -> None:
     """Of texts that it wrote; what a scale for more than one token and head would cost shows here."""
     stock = tiny_lm()
-    prompts = [tiny_tokenizer()(text)["input_ids"] for text in ("The", "She", "It was", "At length", "In the morning", "My")]
+    prompts = [
+        tiny_tokenizer()(text)["input_ids"] for text in ("The", "She", "It was", "At length", "In the morning", "My")
+    ]
     per_token: dict[str, float] = {}
     for kind in ("auto", "int8", "fp8_e4m3"):
         with hf_paged.patched(stock, kv_cache_dtype=kind, num_blocks=256):

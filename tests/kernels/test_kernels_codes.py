@@ -135,7 +135,9 @@ def readable(batch: Batch) -> None:
         for index in range(length):
             own[table[index // batch.size], index % batch.size] = True
     if batch.pool.dtype is INT8:
-        for found, given in zip(parts(clean.view(INT8).flatten(4), batch.size), parts(batch.pool.flatten(4), batch.size)):
+        for found, given in zip(
+            parts(clean.view(INT8).flatten(4), batch.size), parts(batch.pool.flatten(4), batch.size)
+        ):
             mask = own[:, None, None, None]
             found[:] = torch.where(mask[..., None] if given.dim() == 6 else mask, given, 0)
     else:

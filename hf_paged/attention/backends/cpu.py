@@ -63,8 +63,6 @@ class CPUStep(TorchStep):
     def attend(self, query: Tensor, params: AttentionParams) -> Tensor:
         if params.maps is not None:
             return super().attend(query, params)
-        if params.bias is not None:
-            return self._attend(query, params, None)
         num_taken = query.shape[0] if self._takes_prompts else self._metadata.num_decodes
         output = self._attend_by_kernels(query, self._metadata, params) if num_taken else None
         return self._attend(query, params, output) if output is None or num_taken < query.shape[0] else output
@@ -84,7 +82,7 @@ class CPUStep(TorchStep):
             rows = self._rows.get(key)
             if rows is None:
                 rows = self._rows[key] = self._make_rows(metadata, query.shape[1])
-            own = params.scale, params.sliding_window, params.softcap, params.sinks
+            own = params.scale, params.sliding_window, params.softcap, params.sinks, params.bias
             with plainly():
                 for each in rows:
                     self._calls.attend(query, output, params.layer, each, *own)

@@ -54,10 +54,11 @@ def why_not_exact(model: PreTrainedModel, trial: Trial) -> tuple[str, ...]:
     """
     try:
         dtype, device = Placement(model)() or (model.dtype, model.device)
+        loaded = dtype
         if device.type == "meta":
             dtype, device = torch.float32, torch.device("cpu")
         reasons = list(_of_steps(trial.traits, dtype, device)) or (_of_trial(*trial.tiny, dtype) if trial.tiny else [])
-        return (*reasons, *_of_modules(model, dtype))
+        return (*reasons, *_of_modules(model, loaded))
     except Exception as error:
         return (f"trying whether it is exact raised {error_text(error)}",)
 

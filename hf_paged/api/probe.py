@@ -89,9 +89,7 @@ def probe_decoder(base: type[PreTrainedModel], config: PreTrainedConfig) -> Tria
             if not why_not:
                 layers = _windowed(found[0], whole) if has_windows else found[0]
                 return Trial(replace(traits, layers=layers, cross=found[1]), (model, traits))
-            why_stock = (
-                why_stock if why_stock.startswith(why_not) else f"{why_stock}; {why_not}" if why_stock else why_not
-            )
+            why_stock = why_stock or why_not
             if keeps_inference_tensors(model):
                 model = build(base, model.config)
     return Trial(ModelTraits(found[0], False, rows_independent=False, why_padded=why_stock, cross=found[1]))

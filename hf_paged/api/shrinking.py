@@ -25,6 +25,9 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"floor_scale|log_scaling_n_floor", 4),
     (r"(n|num)_(routed_|local_|moe_)?experts|(moe_)?num_(local_)?experts|n_experts", 4),
     (r"num_experts_per_tok(en)?|moe_top_?k|top_k_experts|num_selected_experts|moe_k|experts_top_k", 2),
+    (r"(encoder|decoder)_sparse_step", 2),
+    (r"num_sparse_(encoder|decoder)_layers", 1),
+    (r"expert_capacity", 2),  # tokens of a row, or of whatever is taken for one, that an expert takes
     (r"n_group|topk_group|num_expert_groups?|first_k_dense_replace", 1),
     (r"q_lora_rank", 24),
     (r"mamba_d_state|ssm_state_size|state_size", 16),

@@ -1,8 +1,8 @@
 """Pools of int8: a head's key or value is codes and a scale of its own, of which it depends on nothing else.
 
 Where other pools have `[block_size, head_dim]` numbers of a head in a block, these have `block_size * (head_dim + 4)`
-bytes: the codes of all its tokens, `[block_size, head_dim]`, then their scales, `[block_size]` float32. So the KV tensor
-has `head_dim + 4` in its last place, and blocks are copied, swapped and cleared as any others.
+bytes: the codes of all its tokens, `[block_size, head_dim]`, then their scales, `[block_size]` float32. So the KV
+tensor has `head_dim + 4` in its last place, and blocks are copied, swapped and cleared as any others.
 
     scale = largest |x| / 127        code = x / scale, rounded to the nearest, ties to even        x ~ code * scale
 

@@ -59,6 +59,8 @@ class SourceTap:
 
     def __init__(self, model: PreTrainedModel) -> None:
         decoder = model.get_decoder()
+        if hasattr(decoder, "encoder") and hasattr(decoder, "decoder"):  # a text model of both parts, in another
+            decoder = decoder.decoder
         self._names = arguments_of(decoder)
         self._takes_positions = "position_ids" in inspect.signature(decoder.forward).parameters
         self._path = next(tuple(name.split(".")) for name, part in model.named_modules() if part is decoder)

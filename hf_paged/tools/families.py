@@ -45,14 +45,14 @@ class Family:
 
 
 def family_names() -> dict[str, str]:
-    """The class with a language-model head of each family of decoders, text first."""
-    return _first_of(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    """The class that generates text of each family that has one: with an encoder if there is one, else text first."""
+    with_encoder = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
+    return _first_of(*with_encoder, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
 
 def _other_names() -> dict[str, str]:
-    """A class of each other family, one that generates first; empty where transformers names none."""
-    mappings = (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES)
-    return _first_of(*mappings, MODEL_MAPPING_NAMES, dict.fromkeys(CONFIG_MAPPING_NAMES, ""))
+    """A class of each other family; empty where transformers names none."""
+    return _first_of(MODEL_MAPPING_NAMES, dict.fromkeys(CONFIG_MAPPING_NAMES, ""))
 
 
 def _first_of(*mappings: Mapping[str, str | Sequence[str]]) -> dict[str, str]:
@@ -67,17 +67,17 @@ def families(names: list[str] | None = None) -> Iterator[Family]:
     """Tries them one after another. Never raises for what is wrong with one.
 
     Args:
-        names: Which, decoders or not; `None`: all decoders.
+        names: Which, whatever they do; `None`: all that generate.
 
     Raises:
         ValueError: There is no family of one of these names.
     """
-    decoders = family_names()
-    known = _other_names() | decoders
+    generating = family_names()
+    known = _other_names() | generating
     unknown = sorted(set(names or ()) - set(known))
     if unknown:
         raise ValueError(f"transformers {transformers.__version__} knows no family {', '.join(unknown)}")
-    for name in sorted(decoders) if names is None else names:
+    for name in sorted(generating) if names is None else names:
         with _silence():
             report = _report(name, known[name])
         yield Family(name, report)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, LogitsProcessor
 
@@ -243,3 +244,31 @@ def test_refusals(make_pair: MakePair) -> None:
     with pytest.raises(ValueError, match="row 1 has no source"):
         pair.paged.generate(torch.full((2, 4), 7), attention_mask=torch.tensor([[1, 1, 1, 1], [0, 0, 0, 0]]))
     pair.generate(input_ids=text[:, :9], max_new_tokens=4, do_sample=False)
+
+
+@pytest.mark.parametrize("name", ["Bart", "Whisper"])
+def test_halves(make_pair: MakePair, name: str) -> None:
+    """Would break: a decoder alone that takes no position ids: padding counts in the places of its tokens."""
+    sizes = {
+        "vocab_size": VOCAB,
+        "d_model": 64,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 96,
+    }
+    places = {"max_target_positions": 64} if name == "Whisper" else {"max_position_embeddings": 64}
+    sizes["decoder_attention_heads"] = 4
+    config = getattr(hf, f"{name}Config")(**sizes, **places, pad_token_id=PAD, bos_token_id=0, eos_token_id=EOS)
+    torch.manual_seed(0)
+    model = getattr(hf, f"{name}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(6 if parameter.ndim > 1 else 1)
+    pair = make_pair(model)
+    assert hf_paged.is_supported(model).layout == "packed"
+    ids = torch.randint(5, VOCAB, (3, 9), generator=torch.Generator().manual_seed(2))
+    mask = (torch.arange(9) >= torch.tensor([[0], [4], [7]])).long()
+    batch = {"input_ids": torch.where(mask > 0, ids, PAD), "attention_mask": mask}
+    for mode in MODES.values():
+        pair.generate(**batch, **{"max_new_tokens": 8, "do_sample": False} | mode)
+    assert pair.engine.stats().num_steps > 20

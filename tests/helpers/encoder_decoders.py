@@ -162,13 +162,6 @@ PACKED: dict[str, Callable[[], PreTrainedModel]] = {
     "mt5": _t5("MT5"),
     "umt5": _t5("UMT5"),
     "longt5": _t5("LongT5", local_radius=4),
-    "switch_transformers": _t5(
-        "SwitchTransformers",
-        num_experts=4,
-        num_sparse_encoder_layers=1,
-        num_sparse_decoder_layers=1,
-        expert_capacity=64,
-    ),
     "t5gemma": _t5gemma,
     "vision_gpt2": _seen("GPT2"),
     "vision_bert": _seen("Bert"),
@@ -178,6 +171,13 @@ PACKED: dict[str, Callable[[], PreTrainedModel]] = {
 """Families whose batches are packed."""
 
 STOCK: dict[str, Callable[[], PreTrainedModel]] = {
+    "switch_transformers": _t5(
+        "SwitchTransformers",
+        num_experts=4,
+        num_sparse_encoder_layers=1,
+        num_sparse_decoder_layers=1,
+        expert_capacity=64,
+    ),
     "nllb_moe": _bart("NllbMoe", num_experts=4, expert_capacity=64, encoder_sparse_step=2, decoder_sparse_step=2),
     "mvp": _bart("Mvp"),
     "led": _bart(

@@ -264,14 +264,7 @@ MODELS: dict[str, TinyModel] = {
 """Every architecture the suite runs. A row is all that a new one needs."""
 
 
-def _t5() -> nn.Module:
-    return hf.T5ForConditionalGeneration(
-        hf.T5Config(vocab_size=VOCAB, d_model=64, num_layers=2, num_heads=4, d_ff=64, d_kv=16)
-    )
-
-
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "t5": (_t5, "encoder-decoder"),
     "xlstm": (
         lambda: hf.xLSTMForCausalLM(hf.xLSTMConfig(vocab_size=VOCAB, hidden_size=64, num_heads=4, num_hidden_layers=2)),
         "recurrent state",

@@ -1,4 +1,4 @@
-"""Pools of 8 bits: int8 with a scale a token and head, and fp8, by plain torch, the kernels in C and the Triton kernels.
+"""Pools of 8 bits: int8 with a scale a token and head, and fp8, by plain torch, in C and in Triton.
 
 What the numbers of a pool mean is worked out here once more, a row at a time; the pool is poisoned elsewhere.
 """

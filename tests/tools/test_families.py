@@ -53,7 +53,6 @@ def test_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("t5", "it is an encoder-decoder model"),
         ("vit", "ViTModel has no language-model head"),
         ("clipseg_text_model", "transformers names no class of models for it"),
     ],
@@ -76,9 +75,10 @@ def test_names_are_all_that_there_are() -> None:
 def test_command(markdown: bool) -> None:
     result = invoke("llama", "t5", "rwkv", *(["--markdown"] if markdown else []))
     assert result.exit_code == 0, result.output
-    line = r"llama[\s|]+packed[\s|]+(yes[\s|]+)?524,288"
-    assert re.search(line, result.output) and "recurrent" in result.output and "encoder-decoder" in result.output
-    assert f"1 of 3 are taken, with transformers {transformers.__version__}" in result.output
+    line = r"llama[\s|]+packed[\s|]+yes[\s|]+524,288"
+    assert re.search(line, result.output) and "recurrent" in result.output
+    assert re.search(r"t5[\s|]+packed[\s|]+yes[\s|]+24,576", result.output)
+    assert f"2 of 3 are taken, with transformers {transformers.__version__}" in result.output
     assert (result.output.lstrip().startswith("| family")) == markdown
 
 

@@ -28,7 +28,7 @@ def invoke(*args: str) -> Any:
         ("modernbert-decoder", "packed", 22 * 2 * 12 * 64 * 2),
         ("biogpt", "packed", 24 * 2 * 16 * 64 * 2),
         ("opt", "packed", 12 * 2 * 12 * 64 * 2),
-        ("bart", "stock", 0),  # it places tokens by their column
+        ("bart", "packed", 98_304),  # it places tokens by their column
         ("roberta", "stock", 0),  # a token's keys follow from those behind it
         ("moshi", "packed", 32 * 2 * 32 * 128 * 2),  # a window as long as its context
         ("emu3", "packed", 32 * 2 * 8 * 128 * 2),  # the text config inside another one

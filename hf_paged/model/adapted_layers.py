@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from hf_paged.kernels.cpu_adapters import Table, load
 from hf_paged.kernels.cpu_decoder import Added
 from hf_paged.kernels.layers import InputError
 from hf_paged.kernels.low_rank import LowRank
+from hf_paged.kernels.slot_tables import LayerTable
 from hf_paged.kernels.transfers import to_device
 from hf_paged.model.module_overrides import CALL, ModuleOverride, has_hooks
 from hf_paged.model.peft_layers import is_merged, is_tuner
@@ -22,22 +23,27 @@ _FIRST_SLOTS = 8
 _EMPTY = Table(0)
 
 
+Slots: TypeAlias = np.ndarray | Tensor
+
+
 class TokenSlots:
     """Whose the tokens of a step are, by slots of adapters.
 
     Modules are called with all tokens or with those whose logits are wanted: which of them is told by their number.
 
     Attributes:
-        tokens: `[T]` int32, of all tokens.
+        tokens: `[T]` int32, of all tokens; on the device, where
+        are_recorded: the step is recorded, for any slots.
     """
 
-    def __init__(self, slots: Sequence[np.ndarray]) -> None:
+    def __init__(self, slots: Sequence[Slots]) -> None:
         """Takes several lists of tokens, `[tokens]` int32 each: their slots, below 0 without an adapter."""
         self._by_count = {len(own): own for own in slots}
-        self._tensors: dict[int, Tensor] = {}
+        self._tensors: dict[tuple[int, torch.device], Tensor] = {}
         self.tokens = slots[0]
+        self.are_recorded = isinstance(self.tokens, Tensor)
 
-    def of(self, num_tokens: int, module: nn.Module) -> np.ndarray:
+    def of(self, num_tokens: int, module: nn.Module) -> Slots:
         """The slots of so many tokens.
 
         Raises:
@@ -51,11 +57,14 @@ class TokenSlots:
             )
         return slots
 
-    def tensor(self, slots: np.ndarray) -> Tensor:
-        """The same on the CPU as a tensor."""
-        tensor = self._tensors.get(len(slots))
+    def tensor(self, slots: Slots, device: torch.device) -> Tensor:
+        """The same on a device as a tensor."""
+        if isinstance(slots, Tensor):
+            return slots
+        key = len(slots), device
+        tensor = self._tensors.get(key)
         if tensor is None:
-            tensor = self._tensors[len(slots)] = torch.from_numpy(np.ascontiguousarray(slots))
+            tensor = self._tensors[key] = to_device(np.ascontiguousarray(slots), device)
         return tensor
 
 
@@ -67,7 +76,7 @@ class AdaptedLayer(ModuleOverride):
         added: By slot, what is added to its result.
         whole: By slot, what is called in its place.
         current: Gives the rows of the step; `None`: no row has an adapter.
-        table: By slot, what the kernel in C adds.
+        table: By slot, what a kernel adds.
         num_by_torch: How many of `added` that does not take.
     """
 
@@ -75,12 +84,19 @@ class AdaptedLayer(ModuleOverride):
 
     __slots__ = ("added", "base", "before", "current", "num_by_torch", "table", "whole")
 
-    def __init__(self, module: Any, base: nn.Module, current: Callable[[], TokenSlots | None]) -> None:
+    def __init__(
+        self,
+        module: Any,
+        base: nn.Module,
+        current: Callable[[], TokenSlots | None],
+        on_gpu: LayerTable | None = None,
+    ) -> None:
+        """`on_gpu`: its table, where the kernels run that add there."""
         super().__init__(module)
         self.base, self.current = base, current
         self.added: dict[int, LowRank] = {}
         self.whole: dict[int, nn.Module] = {}
-        self.table = Table(_FIRST_SLOTS)
+        self.table: Table | LayerTable = on_gpu or Table(_FIRST_SLOTS)
         self.num_by_torch = 0
         self.before: Any = None
 
@@ -101,23 +117,33 @@ class AdaptedLayer(ModuleOverride):
         self.whole.pop(slot, None) if whole is None else self.whole.update({slot: whole})
         self.num_by_torch = sum(not table.has(each) for each in self.added)
 
+    def adds_by_kernel(self, slot: int) -> bool:
+        """Whether a kernel adds all that an adapter does here."""
+        return slot not in self.whole and (slot not in self.added or self.table.has(slot))
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if has_hooks(self.module):
             raise RuntimeError(f"hooks were put on {type(self.module).__name__}, to which rows have adapters added")
         rows = self.current()
-        if rows is None or not (self.added or self.whole) or is_merged(self.module):
+        if rows is None or is_merged(self.module) or not (self.added or self.whole or rows.are_recorded):
             return self._call_base(args, kwargs)
         states: Tensor = args[0] if args else next(iter(kwargs.values()))
         is_embedding = not states.is_floating_point()
         shape = states.shape if is_embedding else states.shape[:-1]
         slots = rows.of(shape.numel(), self.base)
+        if isinstance(slots, Tensor):  # those of any step to come, whose rows have nothing but the kernel's
+            result = self._call_base(args, kwargs)
+            if isinstance(self.table, LayerTable):
+                result = result.contiguous()
+                self._add_on_gpu(states, result, slots, self.table)
+            return result
         mine = set(np.unique(slots).tolist())
         if replaced := sorted(mine & self.whole.keys()):
             return self._call_each(states, slots, replaced, args, kwargs)
         result = self._call_base(args, kwargs)
         own = sorted(mine & self.added.keys())
         if own:
-            own = self._add_by_kernel(states, result, rows.tensor(slots), own)
+            own = self._add_by_kernel(states, result, rows.tensor(slots, result.device), own)
         if own:
             flat = result.reshape(-1, result.shape[-1])
             inputs = states.reshape(-1) if is_embedding else states.reshape(-1, states.shape[-1])
@@ -128,16 +154,28 @@ class AdaptedLayer(ModuleOverride):
         return result
 
     def _add_by_kernel(self, states: Tensor, result: Tensor, slots: Tensor, own: list[int]) -> list[int]:
-        """Adds what the kernel in C takes; returns the slots that it leaves."""
-        kernel = load(result.dtype)
-        if isinstance(kernel, str) or not result.is_cpu:
-            return own
+        """Adds what a kernel takes; returns the slots that it leaves."""
+        table = self.table
         try:
-            bias = getattr(self.base, "bias", None)
-            kernel.add(states, result, slots, self.table, None if bias is None else bias.detach())
+            if isinstance(table, LayerTable):
+                self._add_on_gpu(states, result, slots, table)
+            elif isinstance(kernel := load(result.dtype), str) or not result.is_cpu:
+                return own
+            else:
+                kernel.add(states, result, slots, table, self._bias)
         except InputError:
             return own
-        return [slot for slot in own if not self.table.has(slot)]
+        return [slot for slot in own if not table.has(slot)]
+
+    def _add_on_gpu(self, states: Tensor, result: Tensor, slots: Tensor, table: LayerTable) -> None:
+        from hf_paged.kernels import triton_adapters
+
+        triton_adapters.add(states, result, slots, table.tables, table.layer, self._bias)
+
+    @property
+    def _bias(self) -> Tensor | None:
+        bias = getattr(self.base, "bias", None)
+        return None if bias is None else bias.detach()
 
     def _call_base(self, args: Any, kwargs: Any) -> Any:
         if self.base is not self.module:
@@ -181,8 +219,8 @@ def added_to(modules: list[nn.Module], states: Tensor) -> Added | None:
         return None
     if any(layer.whole or layer.num_by_torch or has_hooks(layer.module) for layer in layers):
         raise InputError("decoder layer", "adapters of the kernel's", states=states)
-    tables = {id(layer.module): layer.table for layer in layers}
-    slots = rows.tensor(rows.of(states.shape[1], modules[0]))
+    tables = {id(layer.module): layer.table for layer in layers if isinstance(layer.table, Table)}
+    slots = rows.tensor(rows.of(states.shape[1], modules[0]), states.device)
     return Added(slots, [tables.get(id(module), _EMPTY) for module in modules])
 
 

@@ -16,9 +16,12 @@ import numpy as np
 from torch import Tensor, nn
 
 from hf_paged.core.batch import Batch
+from hf_paged.kernels.availability import layer_kernels
 from hf_paged.kernels.low_rank import LowRank
+from hf_paged.kernels.slot_tables import LayerTable, SlotTables
+from hf_paged.memory.streams import let_caller_first
 from hf_paged.model import peft_layers
-from hf_paged.model.adapted_layers import AdaptedLayer, TokenSlots, adapting
+from hf_paged.model.adapted_layers import AdaptedLayer, Slots, TokenSlots, adapting
 from hf_paged.model.adapter import Adapter, Weights
 from hf_paged.model.adapter_files import AdapterWeights
 from hf_paged.model.adapter_store import Adapter as Pinned
@@ -38,7 +41,6 @@ class Adapters:
     Attributes:
         why_own_code: Why PEFT's own forwards have to run, with the same adapters for all rows, as of the last look;
             `None`: each row may have its own.
-        num_moves: How often some have come to lie elsewhere in memory.
     """
 
     def __init__(self, is_whole: bool = True) -> None:
@@ -54,8 +56,11 @@ class Adapters:
         self._free: list[int] = []
         self._gone: list[tuple[int, Pinned | None]] = []  # of adapters that nothing refers to any more
         self._num_slots = 0
-        self._is_as_set = self._has_new = False
-        self.num_moves = 0
+        self._is_as_set = self._has_new = self._has_odd = False
+        self._num_moves = 0
+        self._odd: set[int] = set()  # slots of which no kernel adds all
+        self._tables: SlotTables | None = None
+        self._num_tables = 0
         self.store: AdapterStore | None = None
         self._rows: TokenSlots | None = None
 
@@ -70,7 +75,7 @@ class Adapters:
         if is_replaced or len(tuners) != len(self._tuners) or any(map(operator.is_not, tuners, self._tuners)):
             self._tuners = tuners
             self._sets.clear()
-            self._set_layers()
+            self._set_layers(model)
         self.why_own_code = peft_layers.why_shared(tuners, self._is_whole)
         return modules if self.is_by_row else all_modules(model)
 
@@ -188,6 +193,11 @@ class Adapters:
         for layer in self._layers:
             place = id(layer.base)
             layer.put(adapter.slot, added.get(place), whole.get(place))
+        self._odd.discard(adapter.slot)
+        if not all(layer.adds_by_kernel(adapter.slot) for layer in self._layers):
+            self._odd.add(adapter.slot)
+        if self._tables is not None:
+            let_caller_first(self._tables.device)  # some of it may be computed here and now
 
     def _clear_gone(self) -> None:
         """Frees the slots of adapters that nothing refers to any more."""
@@ -199,26 +209,56 @@ class Adapters:
                 layer.put(slot, None, None)
             self._free.append(slot)
 
-    def _set_layers(self) -> None:
+    def _set_layers(self, model: nn.Module) -> None:
         """Makes a list anew, and not the one that a step is in the middle of."""
-        tuned = {id(peft_layers.inner(each)) for each in self._tuners}
-        self._layers = [AdaptedLayer(each, peft_layers.inner(each), self._current) for each in self._tuners]
-        self._layers += {id(own.base): own for own in self._named.values() if id(own.base) not in tuned}.values()
+        self._num_moves, self._tables = self.num_moves, None
+        bases = [peft_layers.inner(each) for each in self._tuners]
+        layers = [self._layer(model, *pair) for pair in zip(self._tuners, bases, strict=True)]
+        known = {id(layer.base): layer for layer in layers}
+        for name, own in self._named.items():
+            if (layer := known.get(id(own.base))) is None:
+                known[id(own.base)] = layer = self._layer(model, own.base, own.base)
+                layers.append(layer)
+            self._named[name] = layer
+        self._layers = layers
         for adapter in list(self._live):
             self._put(adapter)
+        self._note_layers()
+
+    def _layer(self, model: nn.Module, module: nn.Module, base: nn.Module) -> AdaptedLayer:
+        """A layer, with its place in the tables, if it is on the GPU that they are for."""
+        table: LayerTable | None = None
+        weight = next(base.parameters(), None)
+        if weight is not None and weight.is_cuda and not isinstance(base, nn.Embedding):
+            if self._tables is None:
+                dtype = getattr(model, "dtype", weight.dtype)
+                if not isinstance(layer_kernels(dtype, weight.device), str):
+                    leaves = sum(not list(own.children()) for own in peft_layers.shared_modules(model))
+                    self._tables, self._num_tables = SlotTables(weight.device, dtype, leaves), 0
+            tables = self._tables
+            if tables is not None and tables.device == weight.device and self._num_tables < tables.num_layers:
+                table = LayerTable(tables, self._num_tables)
+                self._num_tables += 1
+        return AdaptedLayer(module, base, self._current, table)
+
+    def _note_layers(self) -> None:
+        """Behind a change of the layers: what was recorded calls others."""
+        self._has_odd = any(not isinstance(layer.table, LayerTable) for layer in self._layers[: len(self._tuners)])
+        self._num_moves += 1
 
     # Loaded ones
 
     def _know(self, model: nn.Module, weights: AdapterWeights) -> None:
         """Prepares the layers that a loaded adapter names, if none has before. A step may be running."""
-        known = {id(layer.base) for layer in self._layers}
+        known = {id(layer.base): layer for layer in self._layers}
         for name in map(peft_layers.bare_name, (*weights.linears, *weights.embeddings, *weights.saved)):
             if name not in self._named:
                 module = peft_layers.find(model, name)
-                self._named[name] = layer = AdaptedLayer(module, module, self._current)
-                if id(module) not in known:
-                    known.add(id(module))
+                if (layer := known.get(id(module))) is None:
+                    known[id(module)] = layer = self._layer(model, module, module)
                     self._layers = [*self._layers, layer]
+                    self._note_layers()
+                self._named[name] = layer
 
     def _find_named(self, model: nn.Module, modules: list[nn.Module]) -> bool:
         """Finds layers that loaded adapters name anew, if they have been replaced; whether any have."""
@@ -276,11 +316,35 @@ class Adapters:
             if adapter.refresh():
                 self._put(adapter)
                 self._has_new = True
-                self.num_moves += adapter.places != places
+                self._num_moves += not self.records_rows and adapter.places != places
 
     # In a step
 
-    def are_set(self, batch: Batch) -> bool:
+    @property
+    def records_rows(self) -> bool:
+        """Whether recorded steps have the adapters of any rows, which are among their inputs.
+
+        On a GPU, where kernels add what PEFT's layers do; else they have what the model is set to.
+        """
+        return self._tables is not None and self.is_by_row and not self._has_odd
+
+    @property
+    def num_moves(self) -> int:
+        """How often recorded steps became others: layers, or where they find what is added."""
+        return self._num_moves + (0 if self._tables is None else self._tables.num_moves)
+
+    def send(self) -> None:
+        """Lets what is queued from here on, on the device, find adapters as they are now."""
+        if self._tables is not None:
+            self._tables.send()
+
+    def why_unrecorded(self, batch: Batch) -> str | None:
+        """Why a recorded step doesn't add what a batch's rows have; `None`: it does."""
+        if not self.records_rows:
+            return None if self._are_set(batch) else "rows with other adapters than the model is set to"
+        return None if self._odd.isdisjoint(batch.adapters) else "rows with adapters that torch adds, as of embeddings"
+
+    def _are_set(self, batch: Batch) -> bool:
         """Whether what a batch's rows have is what the model is set to: then PEFT's own forwards are right."""
         slot = -1
         if self._tuners and self.is_by_row:
@@ -292,8 +356,15 @@ class Adapters:
         return all(own == slot for own in batch.adapters or (-1,))
 
     @contextmanager
-    def as_set(self) -> Iterator[None]:
-        """Within it, forwards have what the model is set to, by PEFT's own code: they are recorded with that."""
+    def recorded(self, *slots: Tensor) -> Iterator[None]:
+        """Within it, forwards have the adapters of any slots that will lie there, on the device, at each replay.
+
+        Or, where they can't, what the model is set to, by PEFT's own code.
+        """
+        if self.records_rows:
+            with self.running(slots):
+                yield
+            return
         self._is_as_set = True
         try:
             yield
@@ -301,9 +372,11 @@ class Adapters:
             self._is_as_set = False
 
     @contextmanager
-    def running(self, slots: Sequence[np.ndarray]) -> Iterator[None]:
+    def running(self, slots: Sequence[Slots]) -> Iterator[None]:
         """Within it, the model's modules are called with tokens of these slots; see `TokenSlots`."""
         outer, self._rows = self._rows, TokenSlots(slots)
+        if outer is None and not self._rows.are_recorded:
+            self.send()
         try:
             yield
         finally:
@@ -339,12 +412,6 @@ class Adapters:
             return
         with adapting(self._layers, threading.get_ident()):
             yield
-
-
-def slots_of(batch: Batch) -> np.ndarray:
-    """`[T]` int32, the slot of each of a batch's tokens."""
-    slots = np.frombuffer(batch.adapters, np.int64).astype(np.int32)
-    return np.repeat(slots, np.frombuffer(batch.query_lens, np.int64))
 
 
 def _names(layer: Any) -> list[str]:

@@ -29,8 +29,8 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 CHECKED_STATES = 2  # rows with states that a recording is checked with: a copy of their states is kept meanwhile
 
 # Ids, positions and (of each group of layers) metadata of a step at fixed addresses, the tokens whose logits are wanted
-# (`None`: all) and the pages of the rows' states -> logits [wanted, vocab_size]
-Forward = Callable[[Tensor, Tensor, Sequence[RecordedMetadata], Tensor | None, Tensor], Tensor]
+# (`None`: all), the pages of the rows' states and the tokens' adapters -> logits [wanted, vocab_size]
+Forward = Callable[[Tensor, Tensor, Sequence[RecordedMetadata], Tensor | None, Tensor, Tensor], Tensor]
 
 
 class Recording(Protocol):
@@ -263,7 +263,8 @@ class StepGraphs:
         ids, positions, metadata = inputs.views(live=step.metadata[0])
 
         def logits() -> Tensor:
-            found = self._forward(ids, positions, metadata, None if shape.is_decode else inputs.wanted, inputs.pages)
+            wanted = None if shape.is_decode else inputs.wanted
+            found = self._forward(ids, positions, metadata, wanted, inputs.pages, inputs.adapters)
             if not self._logits or len(self._logits[-1]) < len(found):
                 size = self.max_rows if len(found) <= self.max_rows else min(MOST_WANTED, self._token_sizes[-1])
                 self._logits.append(found.new_empty(size, found.shape[1]))

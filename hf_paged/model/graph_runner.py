@@ -54,14 +54,16 @@ class GraphRunner:
 
     def replay(self, batch: Batch, step: HostStep, attention: PoolAttention) -> Tensor | None:
         """Replays a step; `None`: there is no graph for it. Arguments as in `ModelRunner.run`."""
+        adapters = self._model.adapters
+        adapters.send()  # by which recorded steps may become others
         graphs = self._graphs(attention)
         if isinstance(graphs, str):
             return None
         found: Tensor | str
         if batch.embedded:
             found = "tokens given as embeddings"
-        elif not self._model.adapters.are_set(batch):
-            found = "rows with other adapters than the model is set to"
+        elif (reason := adapters.why_unrecorded(batch)) is not None:
+            found = reason
         elif batch.axes is not None or batch.spans:
             found = "positions or masks of a prompt's own, as of images"
         elif torch.is_autocast_enabled(attention.kv_cache.device.type):
@@ -139,13 +141,19 @@ class GraphRunner:
             metadata: Sequence[RecordedMetadata],
             wanted: Tensor | None,
             pages: Tensor,
+            slots: Tensor,
         ) -> Tensor:
             own = pool()
             assert own is not None
             states = StateStep.at(model.traits, own.kv_cache, pages)
             is_compiled = config.compile_decode and wanted is None
-            with model.mode(), model.adapters.as_set():
-                logits = packed.run(TokenInputs(ids, positions), metadata, own, wanted, states, is_compiled)
+            # As many as all tokens: they are picked behind the model, whose modules tell one from the other by number.
+            rows = None if wanted is None or len(wanted) == len(ids) else wanted
+            recorded = model.adapters.recorded(slots, *([] if rows is None else [slots[rows]]))
+            with model.mode(), recorded:
+                logits = packed.run(TokenInputs(ids, positions), metadata, own, rows, states, is_compiled)
+                if rows is not wanted:
+                    logits = logits[wanted]
                 if own.kv_cache.states is not None:  # padding rows have written to it
                     own.kv_cache.states.clear(own.kv_cache.null_block)
             return logits

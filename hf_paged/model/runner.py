@@ -14,7 +14,6 @@ from hf_paged.attention.source_step import source_metadata
 from hf_paged.core.batch import Batch
 from hf_paged.core.config import PagedConfig
 from hf_paged.kernels.transfers import to_device
-from hf_paged.model.adapters import slots_of
 from hf_paged.model.bound_model import BoundModel
 from hf_paged.model.graph_runner import GraphRunner
 from hf_paged.model.mixers import StateStep
@@ -66,9 +65,8 @@ class ModelRunner:
             if logits is not None:
                 return logits
         with model.mode():
-            if not batch.adapters:
+            if (slots := step.adapters) is None:
                 return self._run(batch, step, attention, sources)
-            slots = slots_of(batch)
             with model.adapters.running([slots, slots[step.wanted if len(step.wanted) else [0]]]):
                 return self._run(batch, step, attention, sources)
 

@@ -53,6 +53,7 @@ class HostStep:
         wanted: `[K]` int64, the tokens whose logits are wanted.
         pages: `[S, pages]` int64, of each sequence's state; `None`: there are no states.
         is_begun: Whether each sequence has tokens before the step.
+        adapters: `[T]` int32, of each token its adapter's slot, below 0 without one; `None`: there are none.
     """
 
     tokens: TokenInputs
@@ -60,6 +61,7 @@ class HostStep:
     wanted: np.ndarray
     pages: np.ndarray | None = None
     is_begun: bool = True
+    adapters: np.ndarray | None = None
 
     @classmethod
     def of(
@@ -71,10 +73,11 @@ class HostStep:
         lens = query_lens, starts + query_lens
         metadata = AttentionMetadata.of_groups(tables, *lens, kv_cache.block_size, kv_cache.null_block, kv_cache.device)
         wanted, tokens = np.asarray(batch.logit_rows, dtype=np.int64), TokenInputs.of(batch, embeddings, chosen)
+        adapters = slots_of(batch) if batch.adapters else None
         if not batch.state_blocks:
-            return cls(tokens, metadata, wanted)
+            return cls(tokens, metadata, wanted, adapters=adapters)
         pages = np.frombuffer(batch.state_blocks, np.int32).reshape(batch.num_seqs, -1).astype(np.int64)
-        return cls(tokens, metadata, wanted, pages, bool(starts.all()))
+        return cls(tokens, metadata, wanted, pages, bool(starts.all()), adapters)
 
     @property
     def num_rows(self) -> int:
@@ -99,7 +102,14 @@ class HostStep:
             [each.of(own) for each in self.metadata],
             own,
             None if self.pages is None else self.pages[:rows],
+            adapters=None if self.adapters is None else self.adapters[:rows],
         )
+
+
+def slots_of(batch: Batch) -> np.ndarray:
+    """`[T]` int32, the slot of each of a batch's tokens."""
+    slots = np.frombuffer(batch.adapters, np.int64).astype(np.int32)
+    return np.repeat(slots, np.frombuffer(batch.query_lens, np.int64))
 
 
 class _Mirror:
@@ -199,7 +209,7 @@ class StepInputs:
         # Each group's slots begin at a multiple of 16 bytes, too.
         arrays |= {("slots", group): ((tokens,), torch.int64) for group in range(groups)}
         arrays |= {"pages": ((rows, num_pages), torch.int64)}
-        arrays |= {"lens": ((rows,), torch.int32), "starts": ((rows + 1,), torch.int32)}
+        arrays |= {"adapters": ((tokens,), torch.int32), "lens": ((rows,), torch.int32), "starts": ((rows + 1,), torch.int32)}
         for kind in self._work:
             arrays["items", kind] = (kind.max_items(rows), 4), torch.int32
             arrays["split", kind] = (kind.max_split(rows), 4), torch.int32
@@ -249,6 +259,11 @@ class StepInputs:
         """`[S, pages]` int64, of the rows' states."""
         return self._mirror.device["pages"]
 
+    @property
+    def adapters(self) -> Tensor:
+        """`[T]` int32, slots of the tokens' adapters."""
+        return self._mirror.device["adapters"]
+
     def fill(self, step: HostStep) -> None:
         """Sets the next step, which fits into the shape."""
         host, first, chosen = self._mirror.host, step.metadata[0], step.tokens.chosen
@@ -256,6 +271,9 @@ class StepInputs:
         self._mirror.wait()
         for name, values in (("ids", step.tokens.input_ids), ("positions", step.tokens.position_ids)):
             host[name][:tokens], host[name][tokens:] = values.numpy(), 0
+        host["adapters"][:] = -1
+        if step.adapters is not None:
+            host["adapters"][:tokens] = step.adapters
         metadata_of_groups = step.metadata[: self._tables.num_groups]
         for group, metadata in enumerate(metadata_of_groups):
             host["slots", group][:tokens], host["slots", group][tokens:] = metadata.host_slots, -1

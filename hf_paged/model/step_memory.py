@@ -122,10 +122,10 @@ def graph_bytes(activations: int, wanted: int, vocab_size: int, itemsize: int) -
 
 def input_bytes(num_tokens: int, rows: int, max_blocks: int, groups: int = 1) -> int:
     """What graphs read: of all shapes, whose tokens are some five times those of the largest together,
-    `5 * num_tokens * (32 + 8 * groups)`; and an int32 block table a row twice (as sent, and in its place) for each
+    `5 * num_tokens * (36 + 8 * groups)`; and an int32 block table a row twice (as sent, and in its place) for each
     group of layers.
     """
-    return 5 * num_tokens * (32 + 8 * groups) + 8 * rows * max_blocks * groups
+    return 5 * num_tokens * (36 + 8 * groups) + 8 * rows * max_blocks * groups
 
 
 def workspace_bytes(device: torch.device, num_workspaces: int) -> int:

@@ -133,7 +133,9 @@ class WeightsVersion(Lasting):
             self._was_stepped = False
         if not is_same_weights or not is_same_program:
             self._epoch += 1
-        adapters, program = self._active(tuners), _adapters(tuners)  # of recorded steps, which run PEFT's own code
+        adapters = program = self._active(tuners)
+        if self._adapters is None or not self._adapters.records_rows:  # recorded steps run PEFT's own code
+            program = _adapters(tuners)
         if is_moved or not is_same_program or program != self._program:
             self.num_moves += 1
         self._program = program

@@ -90,6 +90,7 @@ def _run(pool: KVPool, model: BoundModel, runner: ModelRunner, attention: PoolAt
         check_interrupt()
         logits = runner.packed.rehearse(attention, lens)
     attention.warm_up()
+    model.adapters.rehearse(model.model, *model.placement)
     if not isinstance(draw_grid(kv_cache.device), str):
         kernel_rows.rehearse(logits)
 

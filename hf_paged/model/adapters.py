@@ -13,12 +13,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from hf_paged.core.batch import Batch
 from hf_paged.kernels.availability import layer_kernels
 from hf_paged.kernels.low_rank import LowRank
 from hf_paged.kernels.slot_tables import LayerTable, SlotTables
+from hf_paged.kernels.transfers import to_device
 from hf_paged.memory.streams import let_caller_first
 from hf_paged.model import peft_layers
 from hf_paged.model.adapted_layers import AdaptedLayer, Slots, TokenSlots, adapting
@@ -337,6 +339,27 @@ class Adapters:
         """Lets what is queued from here on, on the device, find adapters as they are now."""
         if self._tables is not None:
             self._tables.send()
+
+    @torch.inference_mode(False)
+    def rehearse(self, model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+        """Launches the kernels as behind each of a model's linear layers, for rows without adapters: what is loaded
+        later finds them compiled. Does nothing where there are none.
+        """
+        if device.type != "cuda" or isinstance(layer_kernels(dtype, device), str):
+            return
+        from hf_paged.kernels import triton_adapters
+
+        kinds: dict[tuple[bool, ...], tuple[int, int, bool]] = {}  # to Triton sizes are multiples of 16 or not
+        for module in peft_layers.shared_modules(model):
+            for names in (("in_features", "out_features"), ("nx", "nf")):
+                width, columns = (getattr(module, name, None) for name in names)
+                if isinstance(width, int) and isinstance(columns, int):
+                    has_bias = getattr(module, "bias", None) is not None
+                    kinds[width % 16 == 0, columns % 16 == 0, has_bias] = width, columns, has_bias
+        tables, slots = SlotTables(device, dtype, 1), to_device(np.full(1, -1, np.int32), device)
+        for width, columns, has_bias in kinds.values():
+            states, output = (torch.zeros(1, size, dtype=dtype, device=device) for size in (width, columns))
+            triton_adapters.add(states, output, slots, tables, 0, output[0].clone() if has_bias else None)
 
     def why_unrecorded(self, batch: Batch) -> str | None:
         """Why a recorded step doesn't add what a batch's rows have; `None`: it does."""

@@ -48,11 +48,13 @@ from hf_paged.kernels import (
     reshape_and_cache,
     row_sampling,
     shared_decode,
+    triton_adapters,
     triton_layers,
 )
 from hf_paged.kernels.layers import NormWeight, Place
 from hf_paged.kernels.sampling_rows import plain_rows
 from hf_paged.kernels.scaled_rows import SCALE_BYTES
+from hf_paged.kernels.slot_tables import SlotTables
 
 # Bytes of shared memory that one program may take, from the vendors' programming guides.
 SHARED_MEMORY_LIMIT = {
@@ -139,6 +141,10 @@ def launches(case: Case, target: str) -> list[Specialisation]:
             place = Place(pool, 3, on_meta(64, dtype=torch.int64))
             for norms in (None, (norm, norm)):
                 layers.rotary_write(triple, (one[None], one[None]), (False, True), norms, place)
+        elif case.kernel == "adapters":
+            tables, wide = SlotTables(torch.device("meta"), dtype, 300), on_meta(1, 64, 4096, dtype=dtype)
+            for bias in (None, wide[0, 0]):
+                triton_adapters.add(wide, wide, on_meta(64, dtype=torch.int32), tables, 3, bias)
         elif case.kernel == "sampling":
             row_sampling.sample_rows(plain_rows(2), on_meta(2, 128256, dtype=dtype))
             row_sampling.draw_noise(plain_rows(2), 128256, torch.device("meta"))
@@ -202,6 +208,7 @@ ONE_EACH = (
     Case("layers", "bf16", "bf16", 128, 16, 4, "", 0),
     Case("copy", "bf16", "bf16", 128, 16, 1, "", 0),
     Case("sampling", "bf16", "bf16", 0, 0, 0, "", 0),
+    Case("adapters", "bf16", "bf16", 0, 0, 0, "", 0),
 )
 ALL_FEATURES = "window+softcap+sinks"
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
@@ -227,8 +234,8 @@ def cases(target: str) -> Iterator[Case]:
             yield Case("latents", dtype, pool, head_dim, 16, heads, "", latent_attention.tiling(widths, device).rows)
     for dtype, head_dim in itertools.product(DTYPES, (64, 80, 128, 256)):
         yield Case("layers", dtype, dtype, head_dim, 16, 4, "", 0)
-    for dtype in DTYPES:
-        yield Case("sampling", dtype, dtype, 0, 0, 0, "", 0)
+    for kernel, dtype in itertools.product(("sampling", "adapters"), DTYPES):
+        yield Case(kernel, dtype, dtype, 0, 0, 0, "", 0)
     for block_size in (8, 16, 256):
         yield Case("copy", "bf16", "bf16", 128, block_size, 1, "", 0)
 

@@ -19,6 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -33,9 +34,12 @@ from hf_paged.attention.backends import triton as triton_backend
 from hf_paged.engine import executor, warm_up
 from hf_paged.kernels import availability, cpu_layers, launch, reference, row_sampling
 from hf_paged.kernels.latent_maps import LatentMaps
+from hf_paged.kernels.low_rank import LowRank
 from hf_paged.kernels.philox import DrawGrid
 from hf_paged.kernels.triton_layers import TritonLayers
-from hf_paged.model import cuda_graph, layers
+from hf_paged.model import adapters, cuda_graph, layers
+from hf_paged.model.adapter_files import AdapterWeights
+from hf_paged.model.adapter_store import AdapterStore
 from hf_paged.model.gpu_layers import GPULayer
 from hf_paged.sampling import random
 
@@ -199,6 +203,7 @@ def pretending(gpu: str) -> Iterator[list[int]]:
             (launch, "is_interpreting", lambda: True),  # so that the Triton backend takes CPU tensors
             (triton_backend, "launch_failure", lambda _: None),  # nothing is computed that could be right
             (layers, "layer_kernels", lambda dtype, _: _Layers(dtype)),
+            (adapters, "layer_kernels", lambda dtype, _: _Layers(dtype)),
             (cuda_graph, "recorder", lambda _: lambda function: _Again(function, replays)),
             (GPULayer, "agrees", lambda *_: True),  # nor that could be the same
             (nn.functional, "linear", _linear(nn.functional.linear)),
@@ -261,6 +266,23 @@ def serve_samples(model: Any) -> None:
     model.generate(torch.tensor(prompts(3000)), do_sample=True, num_return_sequences=20, max_new_tokens=3)
 
 
+def serve_adapters(model: Any) -> None:
+    """Steps of few tokens and of many, whose rows have an adapter behind each linear layer."""
+    linears = {
+        name: LowRank(own.weight.new_zeros(8, own.in_features), own.weight.new_zeros(own.out_features, 8), 1.0)
+        for name, own in model.named_modules()
+        if isinstance(own, nn.Linear)
+    }
+    store = model.paged.core.adapters.store = AdapterStore(_no_files, 0)
+    store.add("one", AdapterWeights(linears, {}, {}, {}))
+    for lengths in ([2], range(1, 41), [5, 17, 16, 33, 700]):
+        together(model, lengths, max_new_tokens=4, adapter="one")
+
+
+def _no_files(path: Path) -> AdapterWeights:
+    raise FileNotFoundError(path)
+
+
 def serve_short_of_memory(model: Any) -> None:
     """Rows that the pool has no room for: swapped out and in."""
     ids = torch.tensor(prompts(30, 30, 30))
@@ -272,6 +294,7 @@ def serve_short_of_memory(model: Any) -> None:
 SERVICES: tuple[tuple[dict[str, Any], Callable[[Any], None]], ...] = (
     ({"num_blocks": 4000}, serve),
     ({"num_blocks": 600, "cuda_graphs": False}, serve_samples),
+    ({"num_blocks": 600, "cuda_graphs": False}, serve_adapters),
     ({"num_blocks": 64, "preemption": "swap", "cuda_graphs": False, "max_num_seqs": 32}, serve_short_of_memory),
 )
 CELLS = [

@@ -1,4 +1,4 @@
-"""`SlotTables`: where the parts of adapters lie on a GPU, by slot and linear layer, as `triton_adapters.py` reads it."""
+"""`SlotTables`: where the parts of adapters lie on a GPU, by slot and layer, as `triton_adapters.py` reads it."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class SlotTables:
         self._changed: set[int] = set()  # slots
         self._replaced: list[LowRank] = []  # which the device may read until it has what replaced them
         self._left: list[LowRank] = []  # until the last transfer is done
-        self._sent = torch.cuda.Event()
+        self._sent = torch.cuda.Event() if device.type == "cuda" else None
         self._most = self.rank = FIRST_RANK
         self.num_moves = 0
         self._allocate()
 
     def _allocate(self) -> None:
         with torch.inference_mode(False):
-            self._staged = torch.zeros(self._host.shape, dtype=torch.int64, pin_memory=True)
+            self._staged = torch.zeros(self._host.shape, dtype=torch.int64, pin_memory=self._sent is not None)
             self.tensor = torch.zeros(self._host.shape, dtype=torch.int64, device=self.device)
 
     def has(self, slot: int, layer: int) -> bool:
@@ -98,7 +98,7 @@ class SlotTables:
         """Gives `tensor`, in which the current stream's work from here on finds the entries as they are now."""
         with self._lock:
             if self._host.shape != self.tensor.shape:
-                self._sent.synchronize()
+                self._wait()
                 self._allocate()
                 self._changed = set(range(len(self._host)))
                 self.num_moves += 1
@@ -106,15 +106,21 @@ class SlotTables:
                 self.rank = self._most
                 self.num_moves += 1
             if self._changed:
-                self._sent.synchronize()  # the last transfer may still read what is written now
+                self._wait()
                 self._left, self._replaced = self._replaced, []
                 slots = sorted(self._changed)
                 self._staged.numpy()[slots] = self._host[slots]
                 for slot in slots:
                     self.tensor[slot].copy_(self._staged[slot], non_blocking=True)
-                self._sent.record()
+                if self._sent is not None:
+                    self._sent.record()
                 self._changed.clear()
             return self.tensor
+
+    def _wait(self) -> None:
+        """Waits for the last transfer, which may still read what is written now."""
+        if self._sent is not None:
+            self._sent.synchronize()
 
 
 class LayerTable:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hf_paged.core.batch import Batch
 from hf_paged.kernels.availability import layer_kernels
+from hf_paged.kernels.cpu_layers import CPULayers
 from hf_paged.kernels.low_rank import LowRank
 from hf_paged.kernels.slot_tables import LayerTable, SlotTables
 from hf_paged.kernels.transfers import to_device
@@ -231,12 +232,11 @@ class Adapters:
         """A layer, with its place in the tables, if it is on the GPU that they are for."""
         table: LayerTable | None = None
         weight = next(base.parameters(), None)
-        if weight is not None and weight.is_cuda and not isinstance(base, nn.Embedding):
-            if self._tables is None:
-                dtype = getattr(model, "dtype", weight.dtype)
-                if not isinstance(layer_kernels(dtype, weight.device), str):
-                    leaves = sum(not list(own.children()) for own in peft_layers.shared_modules(model))
-                    self._tables, self._num_tables = SlotTables(weight.device, dtype, leaves), 0
+        if weight is not None and not isinstance(base, nn.Embedding):
+            dtype = getattr(model, "dtype", weight.dtype)
+            if self._tables is None and _has_gpu_kernels(dtype, weight.device):
+                leaves = sum(not list(own.children()) for own in peft_layers.shared_modules(model))
+                self._tables, self._num_tables = SlotTables(weight.device, dtype, leaves), 0
             tables = self._tables
             if tables is not None and tables.device == weight.device and self._num_tables < tables.num_layers:
                 table = LayerTable(tables, self._num_tables)
@@ -345,7 +345,7 @@ class Adapters:
         """Launches the kernels as behind each of a model's linear layers, for rows without adapters: what is loaded
         later finds them compiled. Does nothing where there are none.
         """
-        if device.type != "cuda" or isinstance(layer_kernels(dtype, device), str):
+        if not _has_gpu_kernels(dtype, device):
             return
         from hf_paged.kernels import triton_adapters
 
@@ -435,6 +435,10 @@ class Adapters:
             return
         with adapting(self._layers, threading.get_ident()):
             yield
+
+
+def _has_gpu_kernels(dtype: torch.dtype, device: torch.device) -> bool:
+    return not isinstance(layer_kernels(dtype, device), str | CPULayers)
 
 
 def _names(layer: Any) -> list[str]:

@@ -209,7 +209,11 @@ class StepInputs:
         # Each group's slots begin at a multiple of 16 bytes, too.
         arrays |= {("slots", group): ((tokens,), torch.int64) for group in range(groups)}
         arrays |= {"pages": ((rows, num_pages), torch.int64)}
-        arrays |= {"adapters": ((tokens,), torch.int32), "lens": ((rows,), torch.int32), "starts": ((rows + 1,), torch.int32)}
+        arrays |= {
+            "adapters": ((tokens,), torch.int32),
+            "lens": ((rows,), torch.int32),
+            "starts": ((rows + 1,), torch.int32),
+        }
         for kind in self._work:
             arrays["items", kind] = (kind.max_items(rows), 4), torch.int32
             arrays["split", kind] = (kind.max_split(rows), 4), torch.int32

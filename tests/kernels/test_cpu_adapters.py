@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,16 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from helpers.adapter_cases import BF16, F32, NAN, TOLERANCE, entries_for, entry_for, error_of
 from helpers.kernel_cases import random_tensor, same_bits
 from hf_paged.kernels import cpu_adapters
 from hf_paged.kernels.cpu_adapters import MAX_RANK, CPUAdapters
 from hf_paged.kernels.cpu_decoder import PIECE
 from hf_paged.kernels.layers import InputError
-from hf_paged.kernels.low_rank import LowRank, add_low_rank
+from hf_paged.kernels.low_rank import LowRank
 
-F32, BF16 = torch.float32, torch.bfloat16
-TOLERANCE = {F32: 1e-6, BF16: 4e-3}  # of an error over the sum of all that is added up; bfloat16 rounds its results
-NAN = float("nan")
 RANKS = (1, 2, 3, 4, 7, 8, 12, 16, 17, 64)
 _HERE = {
     "DEFAULT": True,
@@ -53,52 +50,11 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def entry_for(rank: int, width: int, columns: int, dtype: torch.dtype, seed: int) -> LowRank:
-    """One of any kind by its seed: with a bias, an output scale, both or none; rows side by side or apart."""
-    a = random_tensor(rank, width, dtype=dtype, seed=seed)
-    b = random_tensor(columns, rank, dtype=dtype, seed=seed + 1)
-    if seed % 5 == 0:
-        a, b = (torch.cat([each, each[:, :1] * NAN], dim=1)[:, :-1] for each in (a, b))
-    bias = random_tensor(columns, dtype=dtype, seed=seed + 2) if seed % 2 else None
-    output_scale = random_tensor(columns, dtype=F32, seed=seed + 3) if seed % 3 == 0 else None
-    return LowRank(a, b, 2.0 ** (seed % 4 - 1) * 0.7, bias, output_scale)
-
-
-def entries_for(width: int, columns: int, ranks: Sequence[int], seed: int) -> list[LowRank | None]:
-    """Of both dtypes; of rank 0: none."""
-    return [
-        entry_for(rank, width, columns, (F32, BF16)[(seed + place) % 2], seed + 7 * place) if rank else None
-        for place, rank in enumerate(ranks)
-    ]
-
-
 def added(kernel: CPUAdapters, states: Tensor, output: Tensor, slots: Tensor, table: Any, bias: Any = None) -> Tensor:
     """The output with what adapters add."""
     changed = output.clone()
     kernel.add(states, changed, slots, table, bias)
     return changed
-
-
-def truth(states: Tensor, output: Tensor, slots: Tensor, entries: Sequence[LowRank | None], bias: Any = None) -> Tensor:
-    expected = output.double()
-    add_low_rank(states.double(), expected, slots, entries, bias)
-    return expected
-
-
-def without_signs(own: LowRank) -> LowRank:
-    values = (getattr(own, field.name) for field in dataclasses.fields(own))
-    return LowRank(*(value.abs() if isinstance(value, Tensor) else value for value in values))
-
-
-def error_of(
-    found: Tensor, states: Tensor, output: Tensor, slots: Tensor, entries: Sequence[LowRank | None], bias: Any = None
-) -> float:
-    """The largest error of an element, over the sum without signs that it comes from."""
-    unsigned = [None if own is None else without_signs(own) for own in entries]
-    sizes = truth(states.abs(), output.abs(), slots, unsigned, None if bias is None else -bias.abs())
-    sizes += 0 if bias is None else 2 * bias.double().abs()
-    error = (found.double() - truth(states, output, slots, entries, bias)).abs() / sizes.clamp_min(1e-300)
-    return float(error.max()) if error.numel() else 0.0
 
 
 @settings(max_examples=40, deadline=None)

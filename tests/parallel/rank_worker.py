@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -266,6 +267,45 @@ class Worker:
             "logprobs": len(said[0]),
             "scored": [[each.token_id for each in text] for text in scored] == [prompt[2:] for prompt in prompts[:2]],
         }
+
+    def adapters(self, model: str, settings: dict[str, Any]) -> Any:
+        """PEFT's layers, shared out as the plan says: for each way to choose, whether patched and stock agree."""
+        import peft
+
+        own: Any = load(model, self._directory)
+        for name, targets in (("one", ["q_proj", "o_proj"]), ("two", "all-linear")):
+            config = peft.LoraConfig(r=4, lora_alpha=32, target_modules=targets)
+            if isinstance(own, peft.PeftModel):
+                own.add_adapter(name, config)
+            else:
+                own = peft.get_peft_model(own, config, adapter_name=name)
+        for number, (name, parameter) in enumerate(own.named_parameters()):
+            if "lora_" in name:
+                draw = torch.Generator().manual_seed(number)
+                share = getattr(parameter, "_local_tensor", parameter).data
+                start = RANK * len(share) if len(share) < len(parameter) else 0  # of its rows; columns are alike
+                share.copy_(torch.randn(len(parameter), *share.shape[1:], generator=draw)[start:][: len(share)] * 0.3)
+        own.eval()
+
+        def call(adapter: str | None, **options: Any) -> Any:
+            with own.disable_adapter() if adapter is None else nullcontext(own.set_adapter(adapter)):
+                given = {"attention_mask": MASK, "max_new_tokens": 8, "do_sample": False} | options
+                return own.generate(input_ids=PROMPTS, **given).tolist()
+
+        calls = [("one", {}), ("two", {"num_beams": 2}), (None, {}), ("one", {"adapter_names": ["two", "__base__"]})]
+        stock = [call(adapter, **options) for adapter, options in calls]
+        hf_paged.patch(own, **settings)
+        found = [call(adapter, **options) for adapter, options in calls]
+        raised = []
+        engine = own.get_base_model().paged
+        for ask in (lambda: engine.submit([3, 4], adapter="one"), lambda: engine.load_adapter("more", "nowhere")):
+            try:
+                ask()
+            except ValueError as error:
+                raised.append(str(error))
+        notes = hf_paged.is_supported(own).notes
+        hf_paged.unpatch(own)
+        return {"stock": stock, "found": found, "raised": raised, "notes": notes}
 
     def errors(self, model: str, settings: dict[str, Any]) -> Any:
         """What is raised on this rank where a call goes wrong on rank 0, on another, or is another one there."""

@@ -65,6 +65,17 @@ def test_requests(two_ranks: Any) -> None:
         assert answer == {"same": [True] * 4, "logprobs": 6, "scored": True}
 
 
+def test_adapters_of_pefts_plan(two_ranks: Any) -> None:
+    """The same for all rows of a step, by PEFT's own code; rows with their own are refused, with the reason."""
+    pytest.importorskip("peft")
+    answers = two_ranks.run("adapters", model="llama", settings=ROOM)
+    for answer in answers:
+        assert answer["found"] == answer["stock"] == answers[0]["stock"]
+        assert len({str(tokens) for tokens in answer["stock"]}) == 4, "the test is too easy"
+        assert all("split between processes (tp_plan)" in text for text in answer["raised"] + answer["notes"])
+        assert len(answer["raised"]) == 2 and len(answer["notes"]) == 1
+
+
 def test_what_goes_wrong_is_raised_on_every_rank(two_ranks: Any) -> None:
     first, second = two_ranks.run("errors", model="llama", settings=ROOM)
     for answer in (first["raised"], second["raised"]):

@@ -12,7 +12,6 @@ import torch
 
 import hf_paged
 from helpers.models import build, random_ids
-
 from hf_paged.kernels import slot_tables
 
 from .conftest import watched
@@ -32,7 +31,7 @@ KINDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
             "three": {"r": 2, "target_modules": ["down_proj", "lm_head"], "lora_bias": True},
         },
     ),
-    "experts": ("qwen3_moe", {n: {"target_modules": ["q_proj", "o_proj"], "r": r} for n, r in (("one", 4), ("two", 8))}),
+    "small": ("llama", {n: {"target_modules": ["q_proj", "o_proj"], "r": r} for n, r in (("one", 4), ("two", 8))}),
 }
 
 
@@ -109,7 +108,7 @@ def test_more_of_them_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) ->
     """Would break: tables that were recorded where they are no longer; ranks beyond the scratch."""
     monkeypatch.setattr(slot_tables, "FIRST_SLOTS", 1)
     monkeypatch.setattr(slot_tables, "FIRST_RANK", 2)
-    stock = stock_of("experts")
+    stock = stock_of("small")
     model = hf_paged.patch(copy.deepcopy(stock), **SETTINGS)
     engine = model.get_base_model().paged
     for names in (["one"], ["one", "two"], [BASE, "two"]):

@@ -81,6 +81,7 @@ class EngineCore:
         latents = Latents(model, traits.layers)
         self.adapters = adapters = Adapters(is_whole=ranks_of(model) is None)
         self.weights_version = state = WeightsVersion(model, self.layers, latents, adapters)
+        adapters.note_base(state.state[0])
         # What a user's own code sees is its to keep, and must be ordinary tensors.
         self.bound = bound = BoundModel(model, forward, self.layers.scope, traits, state, config, latents, adapters)
         memory = StepMemory(bound, config)
@@ -162,6 +163,7 @@ class EngineCore:
     def weights_key(self) -> WeightsKey:
         """The model's state, part of the prefix-cache key of what begins now. The pool's lock is held."""
         before, key = self.weights_version.state, self.weights_version.key()
+        self.adapters.note_base(key[0])
         state, has_new = self.weights_version.state, self.adapters.refresh(self._adapters_in_use())
         if (state != before or has_new) and self.pool.is_made and self.scheduler.queues.note_state(state):
             logger.warning(

@@ -328,7 +328,7 @@ class Engine(Lasting):
                 budget = int(self.config.adapter_space_gib * 2**30)
                 bound, runs = core.bound, core.runs  # which hold the model weakly
                 read = partial(read_adapter, are_others_busy=lambda: bool(runs))
-                adapters.store = AdapterStore(lambda folder: read(folder, bound.model), budget)
+                adapters.store = AdapterStore(lambda folder: read(folder, bound.model, base=adapters.base), budget)
             if adapters.knows(name):
                 raise ValueError(f"there is an adapter {name!r} already: take another name")
         adapters.store.add(name, path)

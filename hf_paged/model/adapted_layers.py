@@ -229,7 +229,9 @@ def _with_added(states: Tensor, result: Tensor, own: LowRank, base: Any) -> Tens
     if not states.is_floating_point():
         more = (own.a.t()[states] @ own.b.t()) * own.scale
         scale = getattr(base, "embed_scale", None)
-        return (result + (more if scale is None else more * scale.to(more.dtype))).to(result.dtype)
+        result_and_more = result + (more if scale is None else more * scale.to(more.dtype))
+        factor = 1 if own.output_scale is None else own.output_scale
+        return (factor * result_and_more).to(result.dtype)
     more = nn.functional.linear(nn.functional.linear(states.to(own.a.dtype), own.a), own.b, own.bias) * own.scale
     if own.output_scale is not None:
         bias = getattr(base, "bias", None)

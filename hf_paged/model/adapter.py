@@ -38,6 +38,7 @@ class Adapter:
         slot: Its number in steps.
         uid: Of no other one in the process, and
         version: how often its weights have changed.
+        follows_base: Whether what it reads depends on the model's own weights, beside `tensors`.
         is_stepped: Whether an optimizer has changed them since they were read.
         places: Where its tensors lie.
     """
@@ -49,6 +50,7 @@ class Adapter:
         "_read",
         "_samples",
         "_versions",
+        "follows_base",
         "is_stepped",
         "name",
         "places",
@@ -70,7 +72,7 @@ class Adapter:
         """`read` makes its weights, `find` finds the tensors that they are made of, where they may change."""
         self.name, self.slot, self._read, self._find = name, -1, read, find
         self.uid = next(self._uids) if uid is None else uid
-        self.version, self.is_stepped = 0, False
+        self.version, self.is_stepped, self.follows_base = 0, False, False
         self.weights = read()
         self._look()
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -48,12 +48,14 @@ class AdapterWeights:
         embeddings: `a` is `[rank, tokens]`. A scale within the embedding's own forward, as Gemma's, is not in `scale`.
         saved: Whole modules: the tensors that take the place of theirs, in their dtypes.
         magnitudes: Of DoRA, `[out]`, float32: what `output_scale` is computed from. By names of linears and embeddings.
+        base: What version of the base that was computed from.
     """
 
     linears: dict[str, LowRank]
     embeddings: dict[str, LowRank]
     saved: dict[str, dict[str, Tensor]]
     magnitudes: dict[str, Tensor]
+    base: Hashable = None
 
     @cached_property
     def num_bytes(self) -> int:
@@ -65,12 +67,13 @@ class AdapterWeights:
 
 
 def read_adapter(
-    path: str | Path, model: nn.Module, are_others_busy: Callable[[], bool] | None = None
+    path: str | Path, model: nn.Module, are_others_busy: Callable[[], bool] | None = None, base: Hashable = None
 ) -> AdapterWeights:
     """Reads a folder that `PeftModel.save_pretrained` has written, for a model that may carry PEFT's layers already.
 
     Args:
         are_others_busy: Whether steps run beside it, which are let through again and again; `None`: none do.
+        base: The version of the model's own weights, or an earlier one.
 
     Raises:
         ValueError: What lies there is no LoRA adapter for this model, or one of a kind that only PEFT's own code runs.
@@ -83,9 +86,15 @@ def read_adapter(
         raise ValueError(f"{file}: there is no such file; adapters are read from safetensors only")
     try:
         with safe_open(file, "pt") as tensors:
-            return _Reader(tensors, config, model, are_others_busy or (lambda: False)).read()
+            weights = _Reader(tensors, config, model, are_others_busy or (lambda: False)).read()
+            return replace(weights, base=base)
     except (SafetensorError, *_FAULTS, ArithmeticError, re.error) as error:
         raise ValueError(f"{file}: {error}") from error
+
+
+def of_base(low: LowRank, magnitude: Tensor, module: nn.Module) -> LowRank:
+    """DoRA's entry, with the `output_scale` that is right over the layer's weights as they are now."""
+    return replace(low, output_scale=dora_scale(dense_weight(module), low.a, low.b, low.scale, magnitude))
 
 
 def dora_scale(weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Tensor) -> Tensor:
@@ -181,11 +190,11 @@ class _Reader:
         if a.dtype is not b.dtype:
             a, b = a.float(), b.float()
         bias = self._tensor(keys["lora_B.bias"], columns).to(b.dtype) if config.lora_bias else None
-        output_scale = None
+        low = LowRank(a, b, scale, bias)
         if config.use_dora:
             weights.magnitudes[name] = magnitude = self._tensor(keys["lora_magnitude_vector"], columns).float()
-            output_scale = dora_scale(dense_weight(module), a, b, scale, magnitude)
-        (weights.embeddings if is_embedding else weights.linears)[name] = LowRank(a, b, scale, bias, output_scale)
+            low = of_base(low, magnitude, module)
+        (weights.embeddings if is_embedding else weights.linears)[name] = low
 
     def _read_module(self, weights: AdapterWeights, plain: str, keys: dict[str, str]) -> None:
         name, module = self._find(plain, next(iter(keys.values())))

@@ -26,7 +26,7 @@ from hf_paged.memory.streams import let_caller_first
 from hf_paged.model import peft_layers
 from hf_paged.model.adapted_layers import AdaptedLayer, Slots, TokenSlots, adapting
 from hf_paged.model.adapter import Adapter, Weights
-from hf_paged.model.adapter_files import AdapterWeights
+from hf_paged.model.adapter_files import AdapterWeights, of_base
 from hf_paged.model.adapter_store import Adapter as Pinned
 from hf_paged.model.adapter_store import AdapterStore
 from hf_paged.model.hooks import all_modules
@@ -42,6 +42,7 @@ class Adapters:
     """Of one model. What changes them is called with the pool's lock held.
 
     Attributes:
+        base: The version of the model's own weights, as of the last look.
         why_own_code: Why PEFT's own forwards have to run, with the same adapters for all rows, as of the last look;
             `None`: each row may have its own.
     """
@@ -61,6 +62,7 @@ class Adapters:
         self._num_slots = 0
         self._is_as_set = self._has_new = self._has_odd = False
         self._num_moves = 0
+        self.base: Hashable = None
         self._odd: set[int] = set()  # slots of which no kernel adds all
         self._tables: SlotTables | None = None
         self._num_tables = 0
@@ -170,6 +172,7 @@ class Adapters:
             assert weights is not None
             self._know(model, weights)
             adapter = self._make(own.name, lambda: self._placed(weights), list, ("loaded", own.uid), own)
+            adapter.follows_base = bool(weights.magnitudes)
             self._loaded[own.uid] = adapter
             del pinned[name]
         return adapter
@@ -282,6 +285,9 @@ class Adapters:
         whole: dict[int, nn.Module] = {}
         for name, own in (*weights.linears.items(), *weights.embeddings.items()):
             module = self._named[peft_layers.bare_name(name)].base
+            magnitude = weights.magnitudes.get(name)
+            if magnitude is not None and weights.base != self.base:
+                own = of_base(own, magnitude, module)
             added[id(module)] = own.to(next(module.parameters()).device)
         for name, tensors in weights.saved.items():
             module = self._named[peft_layers.bare_name(name)].base
@@ -290,6 +296,17 @@ class Adapters:
         return Weights(added, whole, [])
 
     # While they change
+
+    def note_base(self, version: Hashable) -> None:
+        """The model's own weights are of this version: what loaded adapters have computed of them is computed anew."""
+        if version == self.base:
+            return
+        self.base = version
+        for adapter in list(self._loaded.values()):
+            if adapter.follows_base:
+                adapter.read_again()
+                self._put(adapter)
+                self._has_new = True
 
     def note_step(self, parameters: list[Tensor]) -> None:
         """An optimizer has stepped that holds these."""

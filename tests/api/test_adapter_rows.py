@@ -28,6 +28,7 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "pad_token_
 BASE = "__base__"
 SMALL = {"num_blocks": 24, "block_size": 4, "max_num_batched_tokens": 12}
 ATTENTION = ["q_proj", "v_proj"]
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 # Adapters by name, each a LoraConfig's arguments; all of a kind go into one model.
 KINDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
@@ -409,6 +410,41 @@ def test_loaded_ones(kind: str, saved: Callable[[str], dict[str, str]]) -> None:
     hf_paged.unpatch(model)
 
 
+@pytest.mark.parametrize("targets", ["all-linear", ["embed_tokens", "q_proj"]], ids=str)
+def test_loaded_dora_follows_the_base(targets: Any, tmp_path: Path) -> None:
+    """Would break: norms of weights that were trained since the files were read, seen by a counter or by elements."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        stock = peft.get_peft_model(build("llama"), peft.LoraConfig(target_modules=targets, use_dora=True)).eval()
+    randomize(stock)
+    stock.save_pretrained(tmp_path, save_embedding_layers=False)
+    model: Any = hf_paged.patch(build("llama"), num_blocks=64, block_size=4)
+    engine = model.paged
+    engine.load_adapter("one", tmp_path)
+
+    def truth() -> Any:
+        return stock.generate(input_ids=prompt(1), **OPTIONS)[:, 14:].tolist()
+
+    held = engine.submit(prompt(1)[0], adapter="one", **OPTIONS)
+    assert held.result(60).sequences == truth()
+    changes: list[Callable[[Tensor, Tensor], Any]] = [
+        lambda weight, change: weight.mul_(change),
+        lambda weight, change: weight.data.mul_(change),
+    ]
+    for seed, change in enumerate(changes):
+        before = truth()
+        for each in (model, stock):
+            draw = torch.Generator().manual_seed(seed)
+            with torch.no_grad():
+                for name, weight in each.named_parameters():
+                    if weight.ndim == 2 and "lora" not in name:
+                        change(weight, torch.rand(len(weight), 1, generator=draw) + 0.5)
+        assert truth() != before
+        assert engine.submit(prompt(1)[0], adapter="one", **OPTIONS).result(60).sequences == truth()
+        engine.load_adapter(f"more {seed}", tmp_path)
+        assert engine.submit(prompt(1)[0], adapter=f"more {seed}", **OPTIONS).result(60).sequences == truth()
+
+
 def test_loads_leave_nothing(saved: Callable[[str], dict[str, str]]) -> None:
     model = hf_paged.patch(build("llama"), num_blocks=64, block_size=4)
     engine, adapters = model.paged, model.paged.core.adapters
@@ -557,13 +593,15 @@ def test_two_thousand_calls() -> None:
     [
         (lambda: peft.IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"]), "ia3"),
         (lambda: peft.OFTConfig(target_modules=["q_proj"], r=0, oft_block_size=8), "oft"),
+        (lambda: peft.LoraConfig(r=4, target_modules=[], target_parameters=EXPERTS), "ParamWrapper"),
     ],
-    ids=["ia3", "oft"],
+    ids=["ia3", "oft", "experts' parameters"],
 )
 def test_other_kinds_run_their_own_code(config: Callable[[], Any], reason: str) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        stock = peft.get_peft_model(build("llama"), config(), adapter_name="one").eval()
+        base = build("qwen3_moe" if reason == "ParamWrapper" else "llama")
+        stock = peft.get_peft_model(base, config(), adapter_name="one").eval()
     for name, parameter in stock.named_parameters():
         if parameter.requires_grad:
             parameter.data += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) * 0.3
@@ -574,5 +612,10 @@ def test_other_kinds_run_their_own_code(config: Callable[[], Any], reason: str) 
         assert not torch.equal(model.generate(input_ids=prompt(1), **OPTIONS), found)
     with pytest.raises(ValueError, match=f"of their own .*{reason}.*use set_adapter"):
         model.get_base_model().paged.submit(prompt(1)[0], adapter="__base__")
+    for each in (stock, model):
+        for parameter in filter(lambda own: own.requires_grad, each.parameters()):
+            parameter.data.mul_(-1.3)
+    found = model.generate(input_ids=prompt(1), **OPTIONS)
+    assert torch.equal(found, stock.generate(input_ids=prompt(1), **OPTIONS))
     (note,) = hf_paged.is_supported(model).notes
     assert reason in note and not hf_paged.is_supported(patched("mixed")).notes

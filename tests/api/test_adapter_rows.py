@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor
 
 import hf_paged
+from helpers.library_code import as_library_code
 from helpers.models import build, random_ids
 from helpers.requests import ENDLESS
 from helpers.state_models import STATE_MODELS, build_state_model
@@ -408,6 +409,56 @@ def test_loaded_ones(kind: str, saved: Callable[[str], dict[str, str]]) -> None:
         engine.load_adapter("one", saved(kind)["two"])
     engine.check_invariants()
     hf_paged.unpatch(model)
+
+
+class Quantised(nn.Linear):
+    """Stands in for a layer of bitsandbytes or torchao: its weight is of integers, its forward makes numbers of them."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False)
+        self.register_buffer("scale", linear.weight.detach().abs().amax(dim=1, keepdim=True) / 127)
+        levels = (linear.weight.detach() / self.scale).round().to(torch.int8)
+        self.weight = nn.Parameter(levels, requires_grad=False)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return nn.functional.linear(states, self.weight.to(states.dtype) * self.scale)
+
+
+def quantised() -> Any:
+    model: Any = build("llama")
+    for layer in model.model.layers:
+        for owner, name in ((layer.self_attn, "q_proj"), (layer.self_attn, "o_proj"), (layer.mlp, "down_proj")):
+            setattr(owner, name, Quantised(getattr(owner, name)))
+    return model
+
+
+@pytest.mark.parametrize("package", ["bitsandbytes.nn.modules", "a_user"])
+def test_quantised_bases(package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Their module runs, and the adapter is added: PEFT's and loaded ones, beside layers that are not quantised."""
+    monkeypatch.setattr(Quantised, "__module__", package)
+    monkeypatch.setattr(Quantised, "forward", as_library_code(Quantised.forward, package))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        stock = peft.get_peft_model(quantised(), peft.LoraConfig(target_modules="all-linear"), adapter_name="one")
+        stock.add_adapter("two", peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj"], lora_bias=True))
+    randomize(stock.eval())
+    stock.save_pretrained(tmp_path)
+    truth = []
+    for name in ("one", "two", BASE):
+        with stock.disable_adapter() if name == BASE else set_to(stock, name):
+            truth.append(stock.generate(input_ids=prompt(1), **OPTIONS))
+    assert len({str(tokens) for tokens in truth}) == 3, "the test is too easy"
+    model: Any = hf_paged.patch(copy.deepcopy(stock), num_blocks=64, block_size=4)
+    names = ["one", "two", BASE]
+    found = model.generate(input_ids=prompt(1).repeat(3, 1), adapter_names=names, **OPTIONS)
+    assert torch.equal(found, torch.cat(truth)) and not hf_paged.is_supported(model).notes
+    plain = hf_paged.patch(quantised(), num_blocks=64, block_size=4)
+    engine = plain.paged
+    for name in names[:2]:
+        engine.load_adapter(name, tmp_path / name)
+    outputs = engine.generate([prompt(1)[0]] * 3, adapters=names, **OPTIONS)
+    assert [output.sequences for output in outputs] == [tokens[:, 14:].tolist() for tokens in truth]
+    engine.check_invariants()
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["embed_tokens", "q_proj"]], ids=str)

@@ -41,6 +41,7 @@ from hf_paged.model import adapters, cuda_graph, layers
 from hf_paged.model.adapter_files import AdapterWeights
 from hf_paged.model.adapter_store import AdapterStore
 from hf_paged.model.gpu_layers import GPULayer
+from hf_paged.model.peft_layers import OF_LATENTS
 from hf_paged.sampling import random
 
 # What the launchers read off a device; an sm_100 is an sm_90 to them, but for its processors.
@@ -271,7 +272,7 @@ def serve_adapters(model: Any) -> None:
     linears = {
         name: LowRank(own.weight.new_zeros(8, own.in_features), own.weight.new_zeros(own.out_features, 8), 1.0)
         for name, own in model.named_modules()
-        if isinstance(own, nn.Linear)
+        if isinstance(own, nn.Linear) and not name.endswith(OF_LATENTS)
     }
     store = model.paged.core.adapters.store = AdapterStore(_no_files, 0)
     store.add("one", AdapterWeights(linears, {}, {}, {}))

@@ -156,7 +156,7 @@ def look_at(model: Any, is_exact_asked: bool = False) -> SupportReport:
 
 def _notes(model: PreTrainedModel) -> tuple[str, ...]:
     """Why a model that can be patched may not give stock's tokens, or takes the same adapters for all rows."""
-    why = peft_layers.why_shared(filter(peft_layers.is_tuner, model.modules()), ranks_of(model) is None)
+    why = peft_layers.why_shared(model.modules(), ranks_of(model) is None)
     same = () if why is None else (f"rows of a step share their adapters, by PEFT's own code: {why}",)
     mixed = [name for name, module in model.named_modules() if _scales_by_batch(module)]
     if not mixed:

@@ -79,7 +79,7 @@ class EngineCore:
         self.traits = traits
         self.layers = Layers(model, self._moving)
         latents = Latents(model, traits.layers)
-        self.adapters = adapters = Adapters(is_whole=ranks_of(model) is None)
+        self.adapters = adapters = Adapters(ranks_of(model) is None, config.compile_decode)
         self.weights_version = state = WeightsVersion(model, self.layers, latents, adapters)
         adapters.note_base(state.state[0])
         # What a user's own code sees is its to keep, and must be ordinary tensors.

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_paged.core.errors import needs
 from hf_paged.kernels.low_rank import LowRank
-from hf_paged.model.peft_layers import INNER
+from hf_paged.model.peft_layers import INNER, OF_LATENTS
 
 PIECE_SECONDS = 0.001  # of reading, while steps run beside it, which wait so long for Python's lock at most
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -176,6 +176,8 @@ class _Reader:
 
         config, key = self.config, next(iter(keys.values()))
         name, module = self._find(layer, key)
+        if OF_LATENTS in name.split("."):
+            raise ValueError(f"{key}: {OF_LATENTS} makes keys and values of what is cached, for rows of any adapters")
         width, columns = _sizes(module, key)
         is_embedding = isinstance(module, nn.Embedding)
         names = ["lora_embedding_A", "lora_embedding_B"] if is_embedding else ["lora_A.weight", "lora_B.weight"]

@@ -47,9 +47,9 @@ class Adapters:
             `None`: each row may have its own.
     """
 
-    def __init__(self, is_whole: bool = True) -> None:
-        """`is_whole`: the model is not split between processes."""
-        self._is_whole = is_whole
+    def __init__(self, is_whole: bool = True, is_compiled: bool = False) -> None:
+        """`is_whole`: the model is not split between processes; `is_compiled`: recorded steps are, with PEFT's code."""
+        self._is_whole, self._is_compiled = is_whole, is_compiled
         self.why_own_code: str | None = None
         self._layers: list[AdaptedLayer] = []
         self._tuners: list[Any] = []
@@ -81,7 +81,7 @@ class Adapters:
             self._tuners = tuners
             self._sets.clear()
             self._set_layers(model)
-        self.why_own_code = peft_layers.why_shared(tuners, self._is_whole)
+        self.why_own_code = peft_layers.why_shared(modules, self._is_whole)
         return modules if self.is_by_row else all_modules(model)
 
     def modules(self, model: nn.Module) -> list[nn.Module]:
@@ -345,7 +345,7 @@ class Adapters:
 
         On a GPU, where kernels add what PEFT's layers do; else they have what the model is set to.
         """
-        return self._tables is not None and self.is_by_row and not self._has_odd
+        return self._tables is not None and self.is_by_row and not (self._has_odd or self._is_compiled)
 
     @property
     def num_moves(self) -> int:

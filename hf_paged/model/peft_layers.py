@@ -13,6 +13,7 @@ from hf_paged.model.module_overrides import has_hooks
 
 BASE = "__base__"  # PEFT's name for no adapter
 INNER = ("base_layer", "original_module")  # what PEFT's layers call the module that they stand before
+OF_LATENTS = "kv_b_proj"  # transformers' name for the layer whose inputs attention caches
 _MODULE = "peft.tuners.lora."
 # Classes whose forward is that of the layer inside, and what each active adapter adds to it.
 _KINDS = (
@@ -85,16 +86,19 @@ def why_own_code(layer: Any) -> str | None:
     return f"{name} has a {odd[0]}" if odd else None
 
 
-def why_shared(tuners: Iterable[Any], is_whole: bool) -> str | None:
-    """Why all rows of a step have the same adapters, of these layers; `None`: each may have its own.
+def why_shared(modules: Iterable[nn.Module], is_whole: bool) -> str | None:
+    """Why all rows of a step have the same adapters, in a model of these modules; `None`: each may have its own.
 
     Args:
-        tuners: PEFT's layers of a model.
+        modules: Of the model, PEFT's layers among them.
         is_whole: It is not split between processes.
     """
-    tuners = list(tuners)
+    modules = list(modules)
+    tuners = [module for module in modules if is_tuner(module)]
     if tuners and not is_whole:
         return "the model is split between processes (tp_plan)"
+    if any(is_tuner(own) for module in modules if (own := module._modules.get(OF_LATENTS)) is not None):
+        return f"{OF_LATENTS} makes keys and values of what is cached, for all rows at once"
     return next((why for layer in tuners if (why := why_own_code(layer))), None)
 
 

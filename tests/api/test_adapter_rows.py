@@ -412,7 +412,7 @@ def test_loaded_ones(kind: str, saved: Callable[[str], dict[str, str]]) -> None:
 
 
 class Quantised(nn.Linear):
-    """Stands in for a layer of bitsandbytes or torchao: its weight is of integers, its forward makes numbers of them."""
+    """Stands in for a layer of bitsandbytes or torchao: a weight of integers, of which its forward makes numbers."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False)
@@ -645,13 +645,14 @@ def test_two_thousand_calls() -> None:
         (lambda: peft.IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"]), "ia3"),
         (lambda: peft.OFTConfig(target_modules=["q_proj"], r=0, oft_block_size=8), "oft"),
         (lambda: peft.LoraConfig(r=4, target_modules=[], target_parameters=EXPERTS), "ParamWrapper"),
+        (lambda: peft.LoraConfig(r=4, lora_alpha=32, target_modules=["kv_b_proj", "o_proj"]), "kv_b_proj"),
     ],
-    ids=["ia3", "oft", "experts' parameters"],
+    ids=["ia3", "oft", "experts' parameters", "latents"],
 )
 def test_other_kinds_run_their_own_code(config: Callable[[], Any], reason: str) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        base = build("qwen3_moe" if reason == "ParamWrapper" else "llama")
+        base = build({"ParamWrapper": "qwen3_moe", "kv_b_proj": "deepseek_v2"}.get(reason, "llama"))
         stock = peft.get_peft_model(base, config(), adapter_name="one").eval()
     for name, parameter in stock.named_parameters():
         if parameter.requires_grad:

@@ -30,6 +30,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "sampling bf16",
         "latents bf16 bf16 d512 b16 g128",
         "copy",
+        "adapters bf16",
     )
     run_compiled(ROOT / "benchmarks/compile_kernels.py", *options, "--only", *only, seconds=240)
     rows: list[dict[str, Any]] = json.loads((out / "kernel_resources.json").read_text())["kernels"]
@@ -57,7 +58,7 @@ def test_all_kernels_compile_for_all_targets(kernels: list[dict[str, Any]]) -> N
     """Would break: a kernel that only the interpreter understands."""
     names = {"decode", "combine", "prefill", "reshape_and_cache", "copy_blocks"}
     names |= {"rms_norm", "gate", "rotary", "latent_decode", "write_latents", "shared_decode"}
-    names |= {"add_norm", "rotary_write", "sample", "noise"}
+    names |= {"add_norm", "rotary_write", "sample", "noise", "shrink", "expand"}
     assert {(row["kernel"], row["target"]) for row in kernels} == {(n, t) for n in names for t in TARGETS}
 
 
@@ -75,6 +76,7 @@ def test_loads_are_wide_and_products_are_the_matrix_units(kernels: list[dict[str
     assert on_h100["prefill"]["wgmma"] >= 16 and on_h100["prefill"]["copies of 16 bytes"] >= 16
     assert "loads of 16 bytes" in on_h100["copy_blocks"] and "loads of 16 bytes" in on_h100["reshape_and_cache"]
     assert on_h100["latent_decode"]["wgmma"] >= 16 and on_h100["latent_decode"]["copies of 16 bytes"] >= 16
+    assert "narrower copies" not in on_h100["shrink"] and on_h100["shrink"]["mma"] > 0
     on_a100 = {row["kernel"]: row["instructions"] for row in kernels if row["target"] == "sm_80"}
     assert on_a100["decode"]["copies of 16 bytes"] >= 32 and on_a100["prefill"]["mma"] >= 64
     on_mi300 = {row["kernel"]: row["instructions"] for row in kernels if row["target"] == "gfx942"}

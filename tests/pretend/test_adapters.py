@@ -12,6 +12,7 @@ import torch
 
 import hf_paged
 from helpers.models import build, random_ids
+from helpers.state_models import build_state_model
 from hf_paged.kernels import slot_tables
 
 from .conftest import watched
@@ -31,13 +32,17 @@ KINDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
             "three": {"r": 2, "target_modules": ["down_proj", "lm_head"], "lora_bias": True},
         },
     ),
+    "states": (
+        "lfm2",
+        {n: {"target_modules": ["in_proj", "q_proj", "w1"], "r": 4} for n in ("one", "two")},
+    ),
     "small": ("llama", {n: {"target_modules": ["q_proj", "o_proj"], "r": r} for n, r in (("one", 4), ("two", 8))}),
 }
 
 
 def stock_of(kind: str) -> Any:
     family, adapters = KINDS[kind]
-    model: Any = build(family, layers=1)
+    model: Any = build_state_model(family) if kind == "states" else build(family, layers=1)
     torch.manual_seed(0)
     for name, settings in adapters.items():
         config = peft.LoraConfig(**settings)
@@ -102,6 +107,14 @@ def test_rows_are_replayed() -> None:
     with pretend_cuda.watch() as seen:
         steps, replays = serve(engine, stock, names)
     assert replays == steps and not seen.of("capture", "compile")
+
+
+def test_layers_that_keep_a_state() -> None:
+    """They are called with some of a step's tokens; decode steps are recorded."""
+    stock = stock_of("states")
+    model = hf_paged.patch(copy.deepcopy(stock), **SETTINGS)
+    _, replays = serve(model.get_base_model().paged, stock, ["one", BASE, "two"])
+    assert replays >= 4
 
 
 def test_more_of_them_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:

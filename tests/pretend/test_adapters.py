@@ -36,6 +36,7 @@ KINDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         "lfm2",
         {n: {"target_modules": ["in_proj", "q_proj", "w1"], "r": 4} for n in ("one", "two")},
     ),
+    "ends": ("llama", {"one": {"target_modules": ["embed_tokens", "q_proj"], "r": 2}}),
     "small": ("llama", {n: {"target_modules": ["q_proj", "o_proj"], "r": r} for n, r in (("one", 4), ("two", 8))}),
 }
 
@@ -115,6 +116,17 @@ def test_layers_that_keep_a_state() -> None:
     model = hf_paged.patch(copy.deepcopy(stock), **SETTINGS)
     _, replays = serve(model.get_base_model().paged, stock, ["one", BASE, "two"])
     assert replays >= 4
+
+
+def test_layers_that_torch_adapts() -> None:
+    """PEFT's, around an embedding: steps are recorded with what the model is set to, and others run without."""
+    stock = stock_of("ends")
+    model = hf_paged.patch(copy.deepcopy(stock), **SETTINGS)
+    engine = model.get_base_model().paged
+    steps, replays = serve(engine, stock, ["one", "one"])
+    assert steps - replays <= 1
+    serve(engine, stock, [BASE, "one"])
+    assert any("other adapters than the model is set to" in str(each) for each in engine.explain())
 
 
 def test_more_of_them_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import Any
 
 from hf_paged import testing
+from hf_paged.api.exact_training import exact_training
 from hf_paged.api.patching import patch, patched, unpatch
 from hf_paged.api.support import SupportReport, is_supported
 from hf_paged.attention.cache import PagedCache
@@ -51,6 +52,7 @@ __all__ = [
     "UnsupportedModelError",
     "WarmUp",
     "__version__",
+    "exact_training",
     "is_supported",
     "needs",
     "packed_hook",

@@ -35,6 +35,8 @@ def paged_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         if engine is not None:
             engine.core.check_outside()
         if not isinstance(cache, PagedCache) or given.get("use_cache") is False:
+            if engine is not None and engine.exact_forwards is not None and engine.exact_forwards.takes(given):
+                return _exactly(self, engine.exact_forwards, _by_name(signature, given))
             if engine is not None:
                 run_stock()
             if engine is None or engine.ranks is None:
@@ -55,6 +57,12 @@ def _forward_paged(self: Any, cache: PagedCache, signature: inspect.Signature, g
     output = forward_on_ranks(self.paged, cache, given, functools.partial(_run_paged, self, cache, dict(given)))
     wants_tuple = return_dict is False or (return_dict is None and not self.config.return_dict)
     return output.to_tuple() if wants_tuple else output
+
+
+def _exactly(self: Any, forwards: Any, given: dict[str, Any]) -> Any:
+    output = forwards.forward({name: value for name, value in given.items() if name != "return_dict"})
+    return_dict = given.get("return_dict")
+    return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
 
 def _by_name(signature: inspect.Signature, given: dict[str, Any]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ def hands_on(model: Any) -> bool:
         model: Patched; with a forward of its own.
     """
     forward, trial = vars(model)["forward"], TriedCall(model)
+    forward = getattr(forward, "stands_in_for", forward)  # of exact training, which passes on what that would
     try:
         if not _holds_nothing(forward, model.paged.core.bound.model, set()):
             return False

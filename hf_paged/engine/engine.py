@@ -62,6 +62,7 @@ class Engine(Lasting):
     forwards: CallerForwards  # that callers make
     calls: Calls  # how they begin
     room: Room  # where they wait for that
+    exact_forwards: Any = None  # within `exact_training`, what runs the model's forwards without a cache
 
     def __init__(
         self,

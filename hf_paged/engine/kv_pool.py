@@ -59,7 +59,7 @@ class KVPool:
         self.config = config
         self._memory = memory
         self._model = model
-        self._groups = CacheGroups.of(model.traits.stored_in(KV_DTYPES.get(config.kv_cache_dtype)))
+        self.groups = CacheGroups.of(model.traits.stored_in(KV_DTYPES.get(config.kv_cache_dtype)))
         self.lock = threading.RLock()
         self.peak = (0, 0, 0)
         self.cost = PreemptionCost()
@@ -84,9 +84,9 @@ class KVPool:
         Raises:
             ValueError: The blocks asked for are more than there is memory.
         """
-        config, model, layout, num_groups = self.config, self._model, self.state_layout, len(self._groups.windows)
+        config, model, layout, num_groups = self.config, self._model, self.state_layout, len(self.groups.windows)
         device, block_size, num_blocks = model.placement[1], config.block_size, config.num_blocks
-        parts = shares(self._geometry, self._groups, model.layer_devices, device)
+        parts = shares(self.geometry, self.groups, model.layer_devices, device)
         if num_blocks is None:
             share = config.memory_fraction or default_memory_fraction(device.type, self.is_serving)
             with among_steps(device):  # a trial step, whose memory is then theirs
@@ -122,12 +122,12 @@ class KVPool:
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block: keys and values of `block_size` tokens in the layers of a group."""
-        return self._geometry.bytes_per_block(self.config.block_size)
+        return self.geometry.bytes_per_block(self.config.block_size)
 
     @property
-    def _geometry(self) -> KVGeometry:
+    def geometry(self) -> KVGeometry:
         dtype = KV_DTYPES.get(self.config.kv_cache_dtype, self._model.placement[0])
-        return self._model.traits.geometry(self._groups, dtype, self.config.block_size)
+        return self._model.traits.geometry(self.groups, dtype, self.config.block_size)
 
     @lazy
     def manager(self) -> BlockManager:
@@ -144,9 +144,9 @@ class KVPool:
                 swap_blocks, layout = self._num_swap_blocks(num_blocks), self.state_layout
                 manager: BlockManager
                 size: tuple[Any, ...] = num_blocks, config.block_size, config.enable_prefix_caching, swap_blocks
-                size = *size, self.log, self._groups.own_windows
-                if self._groups.num_cross:
-                    manager = SourceBlockManager(*size, num_cross=self._groups.num_cross)
+                size = *size, self.log, self.groups.own_windows
+                if self.groups.num_cross:
+                    manager = SourceBlockManager(*size, num_cross=self.groups.num_cross)
                 elif layout is None:
                     manager = BlockManager(*size)
                 else:
@@ -259,7 +259,7 @@ class KVPool:
                 if (reason := why_not_on(each)) is not None:
                     raise UnsupportedModelError(type(self._model.model).__name__, (reason,))
             self.release()
-            geometry, layout = self._geometry, self.state_layout
+            geometry, layout = self.geometry, self.state_layout
             manager = self.manager
             num_blocks = manager.pool.num_blocks
             if isinstance(manager, StateBlockManager) and layout is not None:
@@ -267,10 +267,10 @@ class KVPool:
             with on_steps_stream(device):
                 size, backend = (num_blocks, self.config.block_size), self.config.attention_backend
                 if layers is None:
-                    kv_cache = KVCache(geometry, *size, device, dtype, self._groups, layout)
+                    kv_cache = KVCache(geometry, *size, device, dtype, self.groups, layout)
                     self._attention = PoolAttention(kv_cache, backend)
                 else:
-                    spread = SpreadKVCache(geometry, *size, device, dtype, self._groups, layers)
+                    spread = SpreadKVCache(geometry, *size, device, dtype, self.groups, layers)
                     self._attention = SpreadAttention(spread, backend)
             return self._attention
 

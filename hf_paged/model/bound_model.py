@@ -40,6 +40,7 @@ class BoundModel:
         cache_argument: The name of its forward's argument for the cache.
         configs: Those that its attention modules read their implementation from.
         wrapper: How it talks to its language model, if it is a multimodal one.
+        within: What its forwards run in, behind all that stands in for its modules.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class BoundModel:
         self.wrapper = Wrapper.of(model)
         self.latents = latents
         self.adapters = adapters
+        self.within: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     # What it is
 
@@ -304,7 +306,7 @@ class BoundModel:
     def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._inside = threading.get_ident()
         try:
-            with self.adapters.scope():
+            with self.adapters.scope(), self.within():
                 return forward(*args, **kwargs)
         finally:
             self._inside = None

@@ -87,6 +87,25 @@ def _check_number(name: str, value: Any, vocab_size: int) -> None:
         )
 
 
+def log_probs(logits: Tensor, temperature: float = 1.0, support: Tensor | None = None) -> Tensor:
+    """What is said of tokens wherever it is asked: where they are sampled, scored, and trained on.
+
+    Args:
+        logits: `[..., vocab_size]`, or scores that processors made of them.
+        temperature: They are divided by it, in float32.
+        support: `[..., vocab_size]` bool, the tokens that there were to choose from; `None`: all.
+
+    Returns:
+        `[..., vocab_size]` float32.
+    """
+    scores = logits.float()
+    if temperature != 1.0:
+        scores = scores / temperature
+    if support is not None:
+        scores = scores.masked_fill(~support, float("-inf"))
+    return scores.log_softmax(dim=-1)
+
+
 class Logprobs:
     """Log-probabilities of some rows' tokens, on the device and on their way to the host."""
 
@@ -98,11 +117,11 @@ class Logprobs:
             tokens: `[rows]` int64, what was chosen; below 0 where nothing was.
             is_ranked: Count what is likelier than the tokens.
         """
-        log_probs = scores.log_softmax(dim=-1)
-        top, ids = log_probs.topk(num_top, dim=-1)
-        own = log_probs.gather(1, tokens.clamp(min=0)[:, None])
+        found = log_probs(scores)
+        top, ids = found.topk(num_top, dim=-1)
+        own = found.gather(1, tokens.clamp(min=0)[:, None])
         self._own, self._tokens, self._top, self._ids = ToHost(own[:, 0]), ToHost(tokens), ToHost(top), ToHost(ids)
-        self._ranks = ToHost((log_probs > own).sum(dim=-1) + 1) if is_ranked else None
+        self._ranks = ToHost((found > own).sum(dim=-1) + 1) if is_ranked else None
 
     def read(self) -> list[TokenLogprobs]:
         """Returns one a row. Waits for the device."""

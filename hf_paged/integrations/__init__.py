@@ -1,0 +1,1 @@
+"""What hf_paged knows of other packages that change a model."""

@@ -18,7 +18,7 @@ from hf_paged.engine.request import Request, RequestMetrics, RequestOutput, Toke
 from hf_paged.engine.warm_up import WarmUp
 from hf_paged.model.hooks import packed_hook
 from hf_paged.sampling.grammar import Grammar, GrammarCompiler
-from hf_paged.sampling.logprobs import TokenLogprobs
+from hf_paged.sampling.logprobs import TokenLogprobs, token_log_probs
 
 __version__ = "0.1.0"
 
@@ -59,5 +59,6 @@ __all__ = [
     "patch",
     "patched",
     "testing",
+    "token_log_probs",
     "unpatch",
 ]

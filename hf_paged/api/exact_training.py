@@ -16,7 +16,7 @@ from hf_paged.api.patching import is_patched
 from hf_paged.api.support import is_supported, unwrap
 from hf_paged.core.errors import UnsupportedModelError
 from hf_paged.engine.engine import Engine
-from hf_paged.engine.exact_pass import ExactPass
+from hf_paged.engine.exact_pass import ExactPass, steps_wait_for_optimizers
 from hf_paged.integrations import trl
 from hf_paged.model.cache_argument import CACHE_ARGUMENTS
 from hf_paged.model.traits import is_stochastic
@@ -52,7 +52,7 @@ def exact_training(model: Any) -> Iterator[None]:
             stack.enter_context(trl.exact_head(inner, Forwards(inner)))
         if reasons := why_not(inner):
             raise UnsupportedModelError(f"exact training of {type(inner).__name__}", reasons)
-        stack.enter_context(engine.core.steps_wait_for_optimizers())
+        stack.enter_context(steps_wait_for_optimizers(engine.core))
         outer, engine.exact_forwards = engine.exact_forwards, Forwards(inner)
         stack.callback(setattr, engine, "exact_forwards", outer)
         yield

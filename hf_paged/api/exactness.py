@@ -21,7 +21,8 @@ from hf_paged.api.probe import Trial
 from hf_paged.api.tiny_model import LENGTHS, LONGEST, error_text, logits
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.config import PagedConfig
-from hf_paged.kernels import cpu, cpu_layers, cpu_linear
+from hf_paged.kernels import cpu, cpu_adapters, cpu_layers, cpu_linear
+from hf_paged.model import peft_layers
 from hf_paged.model.module_overrides import CALL, ModuleOverride, has_hooks, is_library_code
 from hf_paged.model.placement import Placement
 from hf_paged.model.sharding import ranks_of
@@ -86,7 +87,9 @@ def _of_steps(traits: ModelTraits, dtype: torch.dtype, device: torch.device) -> 
 
 def _of_modules(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[str]:
     """What is about this model, and not its architecture."""
-    modules, ranks = dict(model.named_modules()), ranks_of(model) or ()
+    everything, ranks = dict(model.named_modules()), ranks_of(model) or ()
+    shared = {id(module) for module in peft_layers.shared_modules(model) if not peft_layers.is_tuner(module)}
+    modules = {name: module for name, module in everything.items() if id(module) in shared}
     if ranks:
         why = ", and sums of more than two numbers depend on their order" if len(ranks) > 2 else ""
         yield f"it is split between {len(ranks)} processes, where torch multiplies by the shares of its weights{why}"
@@ -105,14 +108,25 @@ def _of_modules(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[str]:
     others = {f"{type(m).__module__}.{type(m).__name__}" for m in modules.values() if not _is_plain(m)}
     yield from named("some modules are not of torch or transformers, or are compiled or wrapped", sorted(others))
     yield from named("hooks look at some modules", [name or "the model" for name, m in modules.items() if has_hooks(m)])
-    odd = [name for name, each in model.named_parameters() if type(each) is not nn.Parameter or each.dtype != dtype]
+    weights = {f"{name}.{own}": each for name, m in modules.items() for own, each in m._parameters.items()}
+    odd = [n for n, each in weights.items() if each is not None and (type(each) is not nn.Parameter or each.dtype != dtype)]
     yield from named(f"some weights are quantized, or not in {dtype}", odd)
+    tuners = {name: module for name, module in everything.items() if peft_layers.is_tuner(module)}
+    yield from named("adapters are no LoRA of our kernel's", [n for n, m in tuners.items() if not _is_added_in_c(m, dtype)])
 
 
 def _is_plain(module: nn.Module) -> bool:
     is_compiled = not isinstance(module.__dict__.get(CALL), ModuleOverride | None)
     is_quantized = type(module).__module__.startswith("torch.ao.")
     return not is_compiled and not is_quantized and (is_library_code(module) or is_wrapped(module))
+
+
+def _is_added_in_c(layer: Any, dtype: torch.dtype) -> bool:
+    if peft_layers.is_wrapper(layer) or peft_layers.why_own_code(layer) or isinstance(cpu_adapters.load(dtype), str):
+        return False
+    parts = [own.weight for table in (layer.lora_A, layer.lora_B) for own in table.values()]
+    fits = all(each.dtype in cpu_adapters.DTYPES and min(each.shape) <= cpu_adapters.MAX_RANK for each in parts)
+    return fits and not layer.lora_embedding_A
 
 
 def _of_trial(model: PreTrainedModel, traits: ModelTraits, dtype: torch.dtype) -> list[str]:

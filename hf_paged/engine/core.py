@@ -190,9 +190,6 @@ class EngineCore:
                 _ = self.kv_cache  # of a model that has moved: while rows can be computed again
             self.weights_key()
 
-    def steps_wait_for_optimizers(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def _adapters_in_use(self) -> set[Adapter]:
         """Of rows that run or wait; none that can't change."""
         if not (self.adapters.may_move and self.pool.is_made):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.attention.pool_attention import PoolAttention
@@ -78,3 +81,28 @@ class ExactPass:
             if chunk is not None:
                 metadata[group] = metadata[group].in_chunks(metadata[group].host_tables, chunk)
         return PoolAttention(kv_cache, config.attention_backend), metadata
+
+
+@contextmanager
+def steps_wait_for_optimizers(core: EngineCore) -> Iterator[None]:
+    """Within it, an optimizer that holds some of the model's parameters steps between two of the engine's steps.
+
+    What it leaves half done, when it raises, holds these up to the end of this context.
+    """
+    with ExitStack() as held:
+
+        def before(optimizer: Any, *_: Any) -> None:
+            own = set(map(id, core.model.parameters()))
+            if any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
+                held.close()
+                held.enter_context(core.worker.loop.exclusive())
+
+        handles = [
+            register_optimizer_step_pre_hook(before),  # type: ignore[no-untyped-call]
+            register_optimizer_step_post_hook(lambda *_: held.close()),  # type: ignore[no-untyped-call]
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()

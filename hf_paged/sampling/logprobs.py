@@ -106,6 +106,25 @@ def log_probs(logits: Tensor, temperature: float = 1.0, support: Tensor | None =
     return scores.log_softmax(dim=-1)
 
 
+def token_log_probs(
+    logits: Tensor, tokens: Tensor, *, temperature: float = 1.0, support: Tensor | None = None
+) -> Tensor:
+    """The log-probabilities of tokens, by the function that says them of sampled tokens: equal logits, equal bits.
+
+    Of `submit(logprobs=0, logprobs_mode="processed")`, where nothing but temperature and truncation was asked for.
+
+    Args:
+        logits: `[..., vocab_size]`, of the model.
+        tokens: `[...]` int64, in the places that the logits are of.
+        temperature: As it was when they were sampled.
+        support: `[..., vocab_size]` bool, the tokens that truncation left to choose from (`RequestOutput.support`).
+
+    Returns:
+        `[...]` float32.
+    """
+    return log_probs(logits, temperature, support).gather(-1, tokens[..., None])[..., 0]
+
+
 class Logprobs:
     """Log-probabilities of some rows' tokens, on the device and on their way to the host."""
 

@@ -22,6 +22,7 @@ attention_backends: dict[str, Any] = {"auto": None}
 
 _CHOICES: Mapping[str, Collection[str]] = {
     "preemption": ("auto", "recompute", "swap"),
+    "on_weight_change": ("continue", "recompute", "error"),
     "kv_cache_dtype": ("auto", "int8", "fp8", "fp8_e4m3", "fp8_e5m2"),
     "attention_backend": attention_backends,
 }
@@ -75,6 +76,12 @@ class PagedConfig:
         enable_prefix_caching: Reuse the full KV blocks of equal token prefixes, within a call and between calls.
         preemption: What happens to the KV of a preempted sequence: `"recompute"` drops it and computes it again,
             `"swap"` moves it to CPU memory as long as that has room, `"auto"` takes for each what measured faster.
+        on_weight_change: What becomes of requests and `generate()` calls when the model's weights, adapters or hooks
+            change between two steps: `"continue"`, as stock does (keys and values that are there stay, and only new
+            tokens are the changed model's; nothing of such a row is computed again, or found by another),
+            `"recompute"` (the tokens stay, their keys and values are computed again before the next one), `"error"`
+            (those that have begun raise `RuntimeError`). A change during a step is undefined, but for one by an
+            optimizer within `exact_training`, or within `model.paged.exclusive()`.
         swap_space_gib: CPU memory for swapped blocks, in GiB, taken piece by piece as blocks are swapped; never more
             than the pool itself. `None`: 4, or none under `preemption="recompute"`.
         adapter_space_gib: Memory, in GiB, for adapters of `model.paged.load_adapter()` that no request uses.
@@ -111,6 +118,7 @@ class PagedConfig:
     policy: str | Policy = "fcfs"
     enable_prefix_caching: bool = True
     preemption: str = "auto"
+    on_weight_change: str = "continue"
     swap_space_gib: float | None = None
     adapter_space_gib: float = 1.0
     kv_cache_dtype: str = "auto"

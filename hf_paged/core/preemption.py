@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 
 from hf_paged.core.batch import BlockMoves
 from hf_paged.core.block_manager import BlockManager
@@ -94,6 +94,31 @@ class Preemption:
             return False
         step.moves.swap_outs.extend(self.preempt(victim))
         return True
+
+    def renew(self, state: tuple[Hashable, ...]) -> None:
+        """Drops what an earlier state of the model has computed of `Queues.stale`, to be computed again. No step runs.
+
+        Of groups that are needed in the pool, later.
+        """
+        stale = {id(sequence): sequence for sequence in self._queues.stale}
+        groups = {sequence.group.arrival: sequence.group for sequence in stale.values()}
+        self._queues.stale = []
+        for arrival, group in groups.items():
+            own = [sequence for sequence in group.sequences if id(sequence) in stale]
+            if not own or self._queues.live.get(arrival) is not group:  # ended since
+                continue
+            if group.num_pins:
+                self._queues.stale += own
+                continue
+            for sequence in own:
+                sequence.is_recomputable = True
+            if group.is_recomputable:
+                self.preempt(group, allow_swap=False)
+                for sequence in own:
+                    sequence.renew(state)
+            else:  # a sibling has keys that can't be
+                for sequence in own:
+                    sequence.is_recomputable = False
 
     def has_room(self, step: Step, num_blocks: int) -> bool:
         """Whether so many blocks are free, or become free by preempting idle groups."""

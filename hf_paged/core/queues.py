@@ -9,7 +9,7 @@ from typing import Any
 
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.policy import FCFS, Policy
-from hf_paged.core.sequence import SequenceGroup, SequenceStatus
+from hf_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,9 @@ class Queues:
         waiting: With work, and without blocks.
         swapped: With work, and swapped out.
         in_flight: Arrivals of those in a running step.
+        on_change: See `PagedConfig.on_weight_change`.
+        stale: Sequences whose keys and values an earlier state of the model has computed, if they are to be computed
+            again.
     """
 
     def __init__(self, manager: BlockManager, policy: Policy | None = None) -> None:
@@ -72,6 +75,8 @@ class Queues:
         self.waiting = Line()
         self.swapped = Line()
         self.in_flight: set[int] = set()
+        self.on_change = "continue"
+        self.stale: list[Sequence] = []
 
     @property
     def groups(self) -> Iterable[SequenceGroup]:
@@ -186,9 +191,13 @@ class Queues:
                     continue
                 if sequence.num_computed_tokens or group.arrival in self.in_flight:
                     sequence.is_recomputable = False
+                    if self.on_change == "recompute" and not group.is_idle:
+                        self.stale.append(sequence)
                 elif state is not None and sequence.extra_key and not group.is_idle:
-                    sequence.renew(state)
-                    num_renewed += sequence.num_prompt_tokens < sequence.num_tokens - sequence.num_drafts
+                    has_generated = sequence.num_prompt_tokens < sequence.num_tokens - sequence.num_drafts
+                    if self.on_change != "error" or not has_generated:
+                        sequence.renew(state)
+                    num_renewed += has_generated and self.on_change == "continue"
         return num_renewed
 
     def file(self, group: SequenceGroup) -> None:

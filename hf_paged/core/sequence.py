@@ -174,6 +174,11 @@ class Sequence:
         """Uncomputed tokens that are waited for."""
         return self.num_tokens - self.num_computed_tokens if self.is_wanted else 0
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything of it was computed."""
+        return self.num_computed_tokens > 0 or self.num_tokens > self.num_prompt_tokens
+
     def chunk(self, budget: int) -> int:
         """How many of its wanted tokens run in a step that has room for `budget`: no run is cut, be it larger."""
         num_tokens = min(self.num_wanted_tokens, budget)

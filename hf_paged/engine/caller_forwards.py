@@ -225,6 +225,7 @@ class CallerForwards:
         with on_steps_stream(device):  # in their memory: they may read it when the caller is gone
             # Before each step the loop looks at the weights, which is enough inside of one generate() call.
             if cache.owned_by_call and packed.width > 0:
+                self._core.check_unchanged(packed.sequences)
                 packed.extend_sequences(None)
             else:
                 key, rows = self._core.weights_key(), self._core.adapters_for(len(cache.sequences))

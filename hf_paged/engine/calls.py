@@ -150,6 +150,7 @@ class Calls:
                     if call.draft_model is not None:
                         call.draft_model.check()
                     core.runs.add(run)
+                run.version = core.weight_version
             if not waits:
                 with core.pool.lock:
                     core.worker.wake(hands_over=True)

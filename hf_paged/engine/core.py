@@ -53,6 +53,7 @@ class EngineCore:
         ranks: This rank's end of what several do together; `None`: the model is whole.
         num_generated_tokens: The tokens of calls that are over.
         num_drafts: The drafts verified in these calls: all, and those that were right.
+        weight_version: How often the model was found to have changed.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class EngineCore:
         self.runs: set[Run] = set()
         self.num_generated_tokens = 0
         self.num_drafts = (0, 0)
+        self.weight_version = self._version_in_steps = 0
         self.detours: Counter[str] = Counter()  # calls, by what kept them from the engine's own loop
 
     @property
@@ -165,7 +167,9 @@ class EngineCore:
         before, key = self.weights_version.state, self.weights_version.key()
         self.adapters.note_base(key[0])
         state, has_new = self.weights_version.state, self.adapters.refresh(self._adapters_in_use())
-        if (state != before or has_new) and self.pool.is_made and self.scheduler.queues.note_state(state):
+        is_changed = state != before or has_new
+        self.weight_version += is_changed
+        if is_changed and self.pool.is_made and self.scheduler.queues.note_state(state):
             logger.warning(
                 "hf_paged: the model's weights, adapters or hooks changed while rows of running calls were preempted: "
                 "the changed model computes all their tokens again (stock would have kept the old keys and values; "
@@ -179,16 +183,42 @@ class EngineCore:
         with self.pool.lock, self.weights_version.moving():
             yield
 
-    def look_at_weights(self) -> None:
+    def look_at_weights(self, is_before_step: bool = False) -> None:
         """Around each step: what changed of the model changes for rows that run. The pool's lock is held.
 
-        It goes on as stock would: keys and values that are there stay, new tokens are computed as the model is now.
+        By default it goes on as stock would: keys and values that are there stay, new tokens are computed as the model
+        is now. Tokens of a step belong to the model as it was found before.
         """
         has_moved = self.weights_version.may_have_changed() or self.adapters.have_moved(self._adapters_in_use())
         if self.bound.living_model is not None and has_moved:
             if self.pool.is_made and not self.scheduler.queues.in_flight:
                 _ = self.kv_cache  # of a model that has moved: while rows can be computed again
             self.weights_key()
+        if is_before_step and self.weight_version != self._version_in_steps:
+            self._version_in_steps = self.weight_version
+            self._go_on_changed()
+
+    def _go_on_changed(self) -> None:
+        """The next step is of a changed model."""
+        setting, state, queues = self.config.on_weight_change, self.weights_version.state, self.scheduler.queues
+        for run in self.runs:
+            run.note_version(self.weight_version, bool(self.executor.in_flight))
+        if setting == "recompute":
+            self.scheduler.preemption.renew(state)
+        if setting == "error":
+            begun = [s for group in queues.groups for s in group.sequences if not s.is_of(state) and s.has_begun]
+            found = {id(own[0]): own[0] for s in begun if (own := self.executor.consumers.get(s.seq_id)) is not None}
+            for run in found.values():
+                run.fail(_changed())
+
+    def check_unchanged(self, sequences: Sequence[Any]) -> None:
+        """Raises `RuntimeError` if an earlier state of the model began these, and that is to be an error.
+
+        For rows of transformers' own loop, on its caller's thread, which a change may find between two forwards.
+        """
+        state = self.weights_version.state
+        if self.config.on_weight_change == "error" and not all(sequence.is_of(state) for sequence in sequences):
+            raise _changed()
 
     def _adapters_in_use(self) -> set[Adapter]:
         """Of rows that run or wait; none that can't change."""
@@ -313,3 +343,10 @@ class EngineCore:
             loop.fail_all(RuntimeError("the model was unpatched while this call was running"))
             self.worker.pause.end()
         self.worker.stop()
+
+
+def _changed() -> RuntimeError:
+    return RuntimeError(
+        "the model's weights, adapters or hooks changed while this request was running, and on_weight_change is "
+        '"error": change them between requests, or patch with "continue" or "recompute"'
+    )

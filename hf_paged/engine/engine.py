@@ -370,6 +370,13 @@ class Engine(Lasting):
         return self.core.model
 
     @property
+    def weight_version(self) -> int:
+        """How often the model's weights, adapters or hooks were found to have changed: asking is a look at them."""
+        with self.core.transaction():
+            self.core.weights_key()
+        return self.core.weight_version
+
+    @property
     def bytes_per_block(self) -> int:
         """Bytes of one block, the keys and values of `block_size` tokens in all layers."""
         return self.core.pool.bytes_per_block

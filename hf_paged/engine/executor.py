@@ -79,7 +79,7 @@ class StepExecutor:
         pool: KVPool,
         model: BoundModel,
         runner: ModelRunner,
-        look_at_weights: Callable[[], None],
+        look_at_weights: Callable[..., None],
         check_rows: Callable[[], None],
     ) -> None:
         """Serves one pool and one model.
@@ -113,7 +113,9 @@ class StepExecutor:
         Not where a user's code runs in the model: rows that have ended would show it one token too many.
         """
         setting = self._pool.config.use_async_batching
-        return (self._pool.kv_device.type == "cuda" if setting is None else setting) and self.model.is_plain
+        is_asked = self._pool.kv_device.type == "cuda" if setting is None else setting
+        # Else a row would have run with its old keys before it can be known that they are to be computed again.
+        return is_asked and self._pool.config.on_weight_change == "continue" and self.model.is_plain
 
     @property
     def draw_grid(self) -> DrawGrid | None:

@@ -156,7 +156,9 @@ class KVPool:
                         takes_snapshots=self._model.traits.carries_state,
                     )
                 limits = config.max_num_batched_tokens, config.max_num_seqs
-                self._made = manager, Scheduler(manager, *limits, self._prefers_swap, policy_of(config.policy))
+                scheduler = Scheduler(manager, *limits, self._prefers_swap, policy_of(config.policy))
+                scheduler.queues.on_change = config.on_weight_change
+                self._made = manager, scheduler
                 self.is_made = True  # last: other threads look without the lock
             return self._made
 

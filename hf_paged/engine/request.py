@@ -72,6 +72,8 @@ class RequestOutput:
         metrics: Times.
         logprobs: Of each sequence how likely its tokens were, if `submit(logprobs=...)` asked for it.
         prompt_logprobs: Of a request of `submit_score`: how likely each token of the prompt was, from `first` on.
+        weight_versions: Of each sequence, the version of the model's weights that each token was chosen with, as
+            `model.paged.weight_version` counts them; `None` of beams, and where processors of the caller's own ran.
     """
 
     request_id: str
@@ -83,6 +85,7 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     logprobs: list[list[TokenLogprobs]] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    weight_versions: list[list[int]] | None = None
 
     @property
     def token_ids(self) -> list[int]:
@@ -128,6 +131,7 @@ class RequestState:
         scores: list[float] | None = None,
         logprobs: list[list[TokenLogprobs]] | None = None,
         prompt_logprobs: list[TokenLogprobs] | None = None,
+        weight_versions: list[list[int]] | None = None,
     ) -> None:
         with self.condition:
             if self.is_done:
@@ -144,6 +148,7 @@ class RequestState:
                 metrics,
                 logprobs,
                 prompt_logprobs,
+                weight_versions,
             )
             self.announce()
 

@@ -95,7 +95,7 @@ class Residency:
         """
         core, manager = self._core, self._core.manager
         core.pool.log.step = core.executor.num_steps + 1
-        core.look_at_weights()
+        core.look_at_weights(is_before_step=True)
         try:
             return core.scheduler.schedule_together(sequences)
         except OutOfBlocksError as error:

@@ -65,6 +65,7 @@ class Run:
         scores: Of beams only: those of the rows.
         num_drafts: The drafts that were verified.
         num_accepted: Those of them that were right.
+        version: Of the model's weights, those of the last step.
         is_assisted: Whether another model guesses its tokens.
         lone: Its row, if it has only one of which only the next token matters: see `LoneRows`.
     """
@@ -82,6 +83,8 @@ class Run:
         self.rows: list[Row] = []
         self.scores: list[float] | None = None
         self.num_drafts = self.num_accepted = 0
+        self.version = 0
+        self._versions: list[tuple[int, list[int]]] = []  # earlier ones, and tokens of each row that were chosen then
 
     @property
     def is_done(self) -> bool:
@@ -92,6 +95,23 @@ class Run:
     def num_tokens(self) -> int:
         """Tokens generated; of beams none before the end, where it is known which they are."""
         return sum(len(row.tokens) for row in self.rows)
+
+    def note_version(self, version: int, has_in_flight: bool) -> None:
+        """What is chosen from here on is of other weights. `has_in_flight`: a step of before is still running."""
+        if version != self.version:
+            counts = [max(len(row.tokens), row.num_chosen if has_in_flight else 0) for row in self.rows]
+            self._versions.append((self.version, counts))
+            self.version = version
+
+    def weight_versions(self) -> list[list[int]]:
+        """Of each row, those of its tokens."""
+        found = []
+        for index, row in enumerate(self.rows):
+            own: list[int] = []
+            for version, counts in self._versions:
+                own += [version] * (counts[index] - len(own))
+            found.append((own + [self.version] * len(row.tokens))[: len(row.tokens)])
+        return found
 
     def cancel(self) -> None:
         """Ends it as `"cancelled"`. The pool's lock is held, and no step runs."""

@@ -323,7 +323,7 @@ class StepLoop:
         The pool's lock is held.
         """
         self._pool.log.step = self._executor.num_steps + 1
-        self._executor.look_at_weights()
+        self._executor.look_at_weights(is_before_step=True)
         try:
             step = self._pool.scheduler.schedule(**options)
         except OutOfBlocksError as error:

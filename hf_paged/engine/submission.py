@@ -235,7 +235,8 @@ class Submissions:
             else:
                 reasons = [row.finish_reason or "" for row in run.rows]
                 said = None if rows.logprobs is None else [row.logprobs for row in run.rows]
-                state.finish([row.tokens for row in run.rows], reasons, run.scores, said)
+                versions = None if run.scores is not None else run.weight_versions()
+                state.finish([row.tokens for row in run.rows], reasons, run.scores, said, weight_versions=versions)
 
         active.run = self._calls.start(rows, state.push, waits=False, on_end=end, weights_key=weights_key)
 

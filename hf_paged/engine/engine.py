@@ -139,6 +139,7 @@ class Engine(Lasting):
         adapter: str | None = None,
         logprobs: int | None = None,
         logprobs_mode: str = "raw",
+        return_support: bool = False,
         seed: int | None = None,
         presence_penalty: float = 0.0,
         frequency_penalty: float = 0.0,
@@ -161,6 +162,8 @@ class Engine(Lasting):
             logprobs: Say of each token how likely it was, and so many of the likeliest in its place (0: none of those).
             logprobs_mode: `"raw"`: log-softmax, in float32, of the model's logits; `"processed"`: of what sampling drew
                 from, behind all processors (not of beams, assisted decoding and processors of your own).
+            return_support: Say of each token which ones truncation (top-k, top-p, min-p) had left to choose from, in
+                `RequestOutput.support`, and its log-probability; as `"processed"`, not of beams and the like.
             seed: Draw as `model.generate()` does after `torch.manual_seed(seed)`, and leave the global generator alone.
             presence_penalty: Taken off the logit of each token that was generated before.
             frequency_penalty: The same, as often as it was. Both before temperature and the like.
@@ -179,7 +182,7 @@ class Engine(Lasting):
             QueueFullError: `max_waiting` requests are waiting.
         """
         self._check_patched()
-        wanted = LogprobsWanted.of(logprobs, logprobs_mode, self._vocab_size)
+        wanted = LogprobsWanted.of(logprobs, logprobs_mode, self._vocab_size, return_support)
         controls = SamplingControls.of(
             self._vocab_size, seed, presence_penalty, frequency_penalty, logit_bias, grammar, wanted
         )
@@ -371,9 +374,11 @@ class Engine(Lasting):
 
     @property
     def weight_version(self) -> int:
-        """How often the model's weights, adapters or hooks were found to have changed: asking is a look at them."""
+        """How often the model's weights, hooks, or adapters in use were found to have changed; this is a look at them."""
         with self.core.transaction():
             self.core.weights_key()
+            self.core.adapters.active()
+            self.core.weights_key()  # which an active adapter may just have been found to have changed
         return self.core.weight_version
 
     @property

@@ -98,9 +98,9 @@ class PreparedCall:
             ValueError: It isn't the engine's own sampling that chooses the tokens, as some of that needs.
         """
         rows, logprobs = self.rows, controls.logprobs
-        if logprobs is not None and logprobs.is_processed and rows is None:
+        if logprobs is not None and logprobs.needs_scores and rows is None:
             raise ValueError(
-                "logprobs_mode='processed' needs rows that the engine samples; use logprobs_mode='raw' for beams, "
+                "logprobs_mode='processed' and return_support need rows that the engine samples; use logprobs_mode='raw' for beams, "
                 "assisted decoding and processors of your own"
             )
         if controls.grammar is not None and (rows is None or rows.beams is not None or rows.has_drafts):

@@ -92,6 +92,11 @@ class RequestOutput:
         """The first (best) sequence."""
         return self.sequences[0] if self.sequences else []
 
+    @property
+    def support(self) -> list[list[list[int] | None]]:
+        """Of each token of each sequence what it was chosen from, `None` for all, with `submit(return_support=True)`."""
+        return [[token.support for token in own] for own in self.logprobs or ()]
+
 
 class RequestState:
     """What the engine's side of a request writes and its handle reads. Never waits for anything but its own lock."""

@@ -21,12 +21,14 @@ class TokenLogprobs:
         logprob: Its log-probability.
         top: The likeliest tokens in its place and theirs, likeliest first.
         rank: 1 for the likeliest of all tokens; of a prompt's tokens only.
+        support: The ids that truncation left to choose from, if that was asked for; `None`: all.
     """
 
     token_id: int
     logprob: float
     top: list[tuple[int, float]] = field(default_factory=list)
     rank: int | None = None
+    support: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +37,20 @@ class LogprobsWanted:
 
     Attributes:
         is_processed: Of what sampling drew from, not of the model's own logits.
+        has_support: Say what there was to draw from.
     """
 
     num_top: int
     is_processed: bool = False
+    has_support: bool = False
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether it is about what processors make of logits."""
+        return self.is_processed or self.has_support
 
     @classmethod
-    def of(cls, logprobs: Any, mode: Any, vocab_size: int) -> LogprobsWanted | None:
+    def of(cls, logprobs: Any, mode: Any, vocab_size: int, has_support: bool = False) -> LogprobsWanted | None:
         """From the arguments of a request.
 
         Raises:
@@ -49,10 +58,13 @@ class LogprobsWanted:
         """
         if mode not in MODES:
             raise ValueError(f"logprobs_mode must be one of {', '.join(map(repr, MODES))}, got {mode!r:.80}")
-        if logprobs is None:
+        if not isinstance(has_support, bool):
+            raise ValueError(f"return_support must be True or False, got {has_support!r:.80}")
+        if logprobs is None and not has_support:
             return None
+        logprobs = 0 if logprobs is None else logprobs
         _check_number("logprobs", logprobs, vocab_size)
-        return cls(logprobs, mode == "processed")
+        return cls(logprobs, mode == "processed", has_support)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,25 +140,32 @@ def token_log_probs(
 class Logprobs:
     """Log-probabilities of some rows' tokens, on the device and on their way to the host."""
 
-    def __init__(self, scores: Tensor, tokens: Tensor, num_top: int, is_ranked: bool = False) -> None:
+    def __init__(
+        self, scores: Tensor, tokens: Tensor, num_top: int, is_ranked: bool = False, drawn_from: Tensor | None = None
+    ) -> None:
         """Queues the transfer; waits for nothing.
 
         Args:
             scores: `[rows, vocab_size]` float32, of any scale: `log_softmax` is of these.
             tokens: `[rows]` int64, what was chosen; below 0 where nothing was.
             is_ranked: Count what is likelier than the tokens.
+            drawn_from: `[rows, vocab_size]` scores, -inf of tokens that there were not to choose from, if these are to
+                be told.
         """
         found = log_probs(scores)
         top, ids = found.topk(num_top, dim=-1)
         own = found.gather(1, tokens.clamp(min=0)[:, None])
         self._own, self._tokens, self._top, self._ids = ToHost(own[:, 0]), ToHost(tokens), ToHost(top), ToHost(ids)
         self._ranks = ToHost((found > own).sum(dim=-1) + 1) if is_ranked else None
+        self._support = None if drawn_from is None else ToHost(drawn_from > float("-inf"))
 
     def read(self) -> list[TokenLogprobs]:
         """Returns one a row. Waits for the device."""
         own, tokens, top, ids = (each.wait().tolist() for each in (self._own, self._tokens, self._top, self._ids))
         ranks = [None] * len(own) if self._ranks is None else self._ranks.wait().tolist()
+        kept = [None] * len(own) if self._support is None else self._support.wait()
+        support = [None if row is None or bool(row.all()) else row.nonzero()[:, 0].tolist() for row in kept]
         return [
-            TokenLogprobs(token, logprob, list(zip(top_ids, values, strict=True)), rank)
-            for token, logprob, top_ids, values, rank in zip(tokens, own, ids, top, ranks, strict=True)
+            TokenLogprobs(token, logprob, list(zip(top_ids, values, strict=True)), rank, left)
+            for token, logprob, top_ids, values, rank, left in zip(tokens, own, ids, top, ranks, support, strict=True)
         ]

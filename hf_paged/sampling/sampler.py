@@ -69,7 +69,7 @@ class RowSampler:
         self.kind: Hashable = None if None in kinds else (noise is None, device, logprobs, matchers is None, *kinds)
         self.is_plain = noise is None and not self.processors and matchers is None
         self.told: kernel_rows.ToldRow | None = None
-        if has_kernel and not (logprobs is not None and logprobs.is_processed):
+        if has_kernel and not (logprobs is not None and logprobs.needs_scores):
             self.told = kernel_rows.told_row(self.processors, noise)
         if self.told is not None:
             self.kind = ("kernel", logprobs)
@@ -305,7 +305,8 @@ def _choose(batches: list[SamplingBatch], logits: Tensor) -> tuple[Tensor, Logpr
     wanted = first.logprobs
     if wanted is None:
         return tokens, None
-    return tokens, Logprobs(scores if wanted.is_processed else raw, tokens, wanted.num_top)
+    own = scores if wanted.is_processed else raw
+    return tokens, Logprobs(own, tokens, wanted.num_top, drawn_from=scores if wanted.has_support else None)
 
 
 def _own(batches: list[SamplingBatch], logits: Tensor) -> Tensor:

@@ -241,3 +241,31 @@ def test_models_refused() -> None:
         with pytest.raises(hf_paged.UnsupportedModelError, match=reason), hf_paged.exact_training(model):
             pass
         assert model.paged.exact_forwards is None
+
+
+@pytest.mark.parametrize("truncation", [{"top_k": 9}, {"top_p": 0.6}, {"min_p": 0.2}, {}], ids=repr)
+def test_support(truncation: dict[str, Any]) -> None:
+    """Would break: a support that is another one than tokens were drawn from; a ratio that is not 1 with it."""
+    model = made("tiny_lm")
+    outputs = rollouts(model, 0.7, **truncation, return_support=True)
+    raw = [model.paged.score([o.prompt_token_ids + o.token_ids], first=len(o.prompt_token_ids))[0] for o in outputs]
+    given, vocab = batch(outputs, "right"), model.config.vocab_size
+    left = torch.ones(*given["input_ids"].shape, vocab, dtype=torch.bool)
+    for row, output in enumerate(outputs):
+        (support,) = output.support
+        assert all((own is None) == (not truncation) for own in support)
+        for place, (token, own) in enumerate(zip(output.token_ids, support, strict=True), len(output.prompt_token_ids)):
+            if own is not None:
+                assert token in own and (len(own) == 9 or "top_k" not in truncation)
+                left[row, place] = False
+                left[row, place, own] = True
+    labels = given["labels"][:, 1:]
+    with hf_paged.exact_training(model):
+        logits = model(**given).logits[:, :-1]
+        tokens = labels.clamp(min=0)
+        found = hf_paged.token_log_probs(logits, tokens, temperature=0.7, support=left[:, 1:])[labels != -100]
+        plain = hf_paged.token_log_probs(logits, tokens)[labels != -100]
+    assert torch.equal(found.detach(), sampled(outputs))
+    assert plain.tolist() == [each.logprob for own in raw for each in own]
+    with pytest.raises(ValueError, match="return_support"):
+        model.paged.submit([5, 6], num_beams=2, return_support=True, max_new_tokens=2)

@@ -130,13 +130,17 @@ class Forwards:
         ids, mask, positions = (given.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
         assert isinstance(ids, Tensor)
         if mask is not None and mask.shape != ids.shape:
-            raise ValueError(f"an exact forward takes a mask of {list(ids.shape)}, a number a token; got {list(mask.shape)}")
+            raise ValueError(
+                f"an exact forward takes a mask of {list(ids.shape)}, a number a token; got {list(mask.shape)}"
+            )
         is_real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
         place = (is_real.cumsum(dim=1) - 1)[is_real]
         is_first = place == 0
         if positions is not None:
             if positions.shape[-2:] not in ((1, ids.shape[1]), tuple(ids.shape)) or positions.ndim != 2:
-                raise ValueError(f"an exact forward takes position_ids of {list(ids.shape)}, got {list(positions.shape)}")
+                raise ValueError(
+                    f"an exact forward takes position_ids of {list(ids.shape)}, got {list(positions.shape)}"
+                )
             place = positions.expand(ids.shape)[is_real]
             if mask is None:  # several texts may follow each other in a row, as transformers' masks have it
                 is_first |= torch.cat([is_first[:1], place[1:] != place[:-1] + 1])
@@ -167,5 +171,5 @@ class Forwards:
                 "no exact forward with gradient checkpointing: it is one already, each layer is computed again in the "
                 "backward pass; call gradient_checkpointing_disable() (of a trainer: gradient_checkpointing=False)"
             )
-        if is_stochastic(model) or getattr(model.config, "router_jitter_noise", 0.0):
+        if is_stochastic(model) or getattr(model.config, "router_jitter_noise", None):
             raise ValueError("no exact forward with dropout, or noise of a router, in training mode: set it to 0")

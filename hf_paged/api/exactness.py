@@ -109,10 +109,14 @@ def _of_modules(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[str]:
     yield from named("some modules are not of torch or transformers, or are compiled or wrapped", sorted(others))
     yield from named("hooks look at some modules", [name or "the model" for name, m in modules.items() if has_hooks(m)])
     weights = {f"{name}.{own}": each for name, m in modules.items() for own, each in m._parameters.items()}
-    odd = [n for n, each in weights.items() if each is not None and (type(each) is not nn.Parameter or each.dtype != dtype)]
+    odd = [
+        n for n, each in weights.items() if each is not None and (type(each) is not nn.Parameter or each.dtype != dtype)
+    ]
     yield from named(f"some weights are quantized, or not in {dtype}", odd)
     tuners = {name: module for name, module in everything.items() if peft_layers.is_tuner(module)}
-    yield from named("adapters are no LoRA of our kernel's", [n for n, m in tuners.items() if not _is_added_in_c(m, dtype)])
+    yield from named(
+        "adapters are no LoRA of our kernel's", [n for n, m in tuners.items() if not _is_added_in_c(m, dtype)]
+    )
 
 
 def _is_plain(module: nn.Module) -> bool:

@@ -374,7 +374,7 @@ class Engine(Lasting):
 
     @property
     def weight_version(self) -> int:
-        """How often the model's weights, hooks, or adapters in use were found to have changed; this is a look at them."""
+        """How often the model's weights, hooks, or adapters in use were found to have changed; looks at them."""
         with self.core.transaction():
             self.core.weights_key()
             self.core.adapters.active()

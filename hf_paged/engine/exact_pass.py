@@ -48,7 +48,9 @@ class ExactPass:
                 core.weights_key()
                 (adapter,) = core.adapters_for(1)
             if core.adapters.why_own_code is not None:
-                raise ValueError(f"no exact forward: adapters are added by PEFT's own code: {core.adapters.why_own_code}")
+                raise ValueError(
+                    f"no exact forward: adapters are added by PEFT's own code: {core.adapters.why_own_code}"
+                )
             if foreign := core.weights_version.foreign():
                 raise ValueError(f"no exact forward: hooks or modules of others run in the model's: {foreign}")
             attention, metadata = self._blocks(np.array(lens))

@@ -100,8 +100,8 @@ class PreparedCall:
         rows, logprobs = self.rows, controls.logprobs
         if logprobs is not None and logprobs.needs_scores and rows is None:
             raise ValueError(
-                "logprobs_mode='processed' and return_support need rows that the engine samples; use logprobs_mode='raw' for beams, "
-                "assisted decoding and processors of your own"
+                "logprobs_mode='processed' and return_support need rows that the engine samples; use "
+                "logprobs_mode='raw' for beams, assisted decoding and processors of your own"
             )
         if controls.grammar is not None and (rows is None or rows.beams is not None or rows.has_drafts):
             raise ValueError(

@@ -94,7 +94,7 @@ class RequestOutput:
 
     @property
     def support(self) -> list[list[list[int] | None]]:
-        """Of each token of each sequence what it was chosen from, `None` for all, with `submit(return_support=True)`."""
+        """Of each token of each sequence what it was chosen from, `None`: all, with `submit(return_support=True)`."""
         return [[token.support for token in own] for own in self.logprobs or ()]
 
 

@@ -50,10 +50,10 @@ def exact_head(model: Any, forwards: Forwards) -> Iterator[None]:
             f"exact training of {type(model).__name__}", ("cast_lm_head_to_fp32 with a head that is not in float32",)
         )
 
-    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+    def forward(_: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
             return fused(*args, **kwargs)
-        return _fused(model, forwards, settings, args, kwargs)
+        return _fused(forwards, dict(settings), args, kwargs)
 
     forward.stands_in_for = fused  # type: ignore[attr-defined]  # where it is asked what generation would do
     model.forward = types.MethodType(forward, model)
@@ -69,7 +69,7 @@ def _is_fused(forward: Any) -> bool:
     return code is not None and code.co_name == "_fused_forward" and names.get("__name__") == "trl.trainer.utils"
 
 
-def _fused(model: Any, forwards: Forwards, settings: dict[str, Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def _fused(forwards: Forwards, settings: dict[str, Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """What TRL's forward returns: of each labelled token its log-probability, and so on."""
     from trl.trainer.utils import FusedCausalLMOutput
 

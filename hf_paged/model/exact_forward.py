@@ -106,7 +106,9 @@ class _Differentiable(ModuleOverride):
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
         with torch.no_grad():
-            own, named = tree_map_only(Tensor, lambda each: each.detach() if each.requires_grad else each, (args, kwargs))
+            own, named = tree_map_only(
+                Tensor, lambda each: each.detach() if each.requires_grad else each, (args, kwargs)
+            )
             values = call(*own, **named)
         made = _Call(self.module, args, kwargs, values, self.step)
         parameters = [each for each in self.module.parameters() if each.requires_grad]

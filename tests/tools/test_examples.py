@@ -74,6 +74,12 @@ def test_offload():
     assert in_memory > 0 and on_disk > 0
 
 
+def test_grpo():
+    output = run_example("grpo.py", "--steps", "3")
+    rows = re.findall(r"^ +\d+ +(\S+) +(\S+) +", output, re.MULTILINE)
+    assert len(rows) == 3 and all(float(stock) > 0 == float(exact) for stock, exact in rows)
+
+
 def test_priorities():
     output = run_example("priorities.py")
     [order] = re.findall(r"finished in this order: (.*)", output)

@@ -23,7 +23,7 @@ from hf_paged.attention.cache import PagedCache
 from hf_paged.core.config import PagedConfig
 from hf_paged.kernels import cpu, cpu_adapters, cpu_layers, cpu_linear
 from hf_paged.model import peft_layers
-from hf_paged.model.module_overrides import CALL, ModuleOverride, has_hooks, is_library_code
+from hf_paged.model.module_overrides import CALL, ModuleOverride, has_exact_forward, has_hooks, is_library_code
 from hf_paged.model.placement import Placement
 from hf_paged.model.sharding import ranks_of
 from hf_paged.model.spread import is_wrapped
@@ -108,7 +108,8 @@ def _of_modules(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[str]:
     others = {f"{type(m).__module__}.{type(m).__name__}" for m in modules.values() if not _is_plain(m)}
     yield from named("some modules are not of torch or transformers, or are compiled or wrapped", sorted(others))
     yield from named("hooks look at some modules", [name or "the model" for name, m in modules.items() if has_hooks(m)])
-    weights = {f"{name}.{own}": each for name, m in modules.items() for own, each in m._parameters.items()}
+    own = {name: module for name, module in modules.items() if not has_exact_forward(module)}
+    weights = {f"{name}.{kind}": each for name, m in own.items() for kind, each in m._parameters.items()}
     odd = [
         n for n, each in weights.items() if each is not None and (type(each) is not nn.Parameter or each.dtype != dtype)
     ]

@@ -9,6 +9,7 @@ import inspect
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_paged.core.errors import UnsupportedModelError
+from hf_paged.model import exact_operations
 from hf_paged.sampling.logprobs import log_probs
 
 TESTED = ("1.16",)
@@ -45,10 +47,8 @@ def exact_head(model: Any, forwards: Forwards) -> Iterator[None]:
         reason = f"TRL {version('trl')} is on it, and only TRL {', '.join(TESTED)} is tested"
         raise UnsupportedModelError(f"exact training of {type(model).__name__}", (reason,))
     settings = inspect.getclosurevars(fused.__func__).nonlocals
-    if settings["cast_lm_head_to_fp32"] and model.get_output_embeddings().weight.dtype is not torch.float32:
-        raise UnsupportedModelError(
-            f"exact training of {type(model).__name__}", ("cast_lm_head_to_fp32 with a head that is not in float32",)
-        )
+    head = model.get_output_embeddings()
+    cast = vars(head).get("forward") if settings["cast_lm_head_to_fp32"] else None
 
     def forward(_: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
@@ -57,16 +57,44 @@ def exact_head(model: Any, forwards: Forwards) -> Iterator[None]:
 
     forward.stands_in_for = fused  # type: ignore[attr-defined]  # where it is asked what generation would do
     model.forward = types.MethodType(forward, model)
+    if cast is not None:
+        head.forward = partial(_wide_head, head)
+        head.forward.__module__ = __name__
     try:
         yield
     finally:
         model.forward = fused
+        if cast is not None:
+            head.forward = cast
 
 
 def _is_fused(forward: Any) -> bool:
     function = getattr(forward, "__func__", None)
     code, names = getattr(function, "__code__", None), getattr(function, "__globals__", {})
     return code is not None and code.co_name == "_fused_forward" and names.get("__name__") == "trl.trainer.utils"
+
+
+def _wide_head(head: Any, states: Tensor) -> Tensor:
+    """What `cast_lm_head_to_fp32` makes of a head, in rollouts as well."""
+    found: Tensor = _WideProduct.apply(states, head.weight, head.bias)
+    return found
+
+
+class _WideProduct(torch.autograd.Function):
+    """A linear layer in float32 behind layers of another type, each row with one order of sums."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(states, weight)
+        ctx.has_bias = bias is not None
+        return exact_operations.linear(states.float(), weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        states, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        of_weight = rows.t() @ states.flatten(0, -2).float() if ctx.needs_input_grad[1] else None
+        return (grad @ weight).to(states.dtype), of_weight, rows.sum(dim=0) if ctx.has_bias else None
 
 
 def _fused(forwards: Forwards, settings: dict[str, Any], args: Any, kwargs: dict[str, Any]) -> Any:

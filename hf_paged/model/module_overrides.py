@@ -193,7 +193,12 @@ def _captures(hook: Any) -> bool:
 
 def is_library_code(module: nn.Module, packages: tuple[str, ...] = LIBRARY) -> bool:
     """Whether its forward is one of these packages: to be called for a trial, it does nothing but compute."""
-    return "forward" not in vars(module) and is_of_library(type(module), packages)
+    return ("forward" not in vars(module) or has_exact_forward(module)) and is_of_library(type(module), packages)
+
+
+def has_exact_forward(module: nn.Module) -> bool:
+    """Whether its forward is one that exact training has put there, as of a float32 head behind other layers."""
+    return str(getattr(vars(module).get("forward"), "__module__", "")).startswith("hf_paged.")
 
 
 def is_of_library(kind: type[nn.Module], packages: tuple[str, ...] = LIBRARY) -> bool:

@@ -164,6 +164,30 @@ def test_exact_training(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     engine.check_invariants()
 
 
+def test_a_float32_head_on_a_bfloat16_body(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: a head that TRL has cast, multiplied in another order of sums while sampling or while training."""
+    config = AutoModelForCausalLM.from_pretrained(TINY_LM).config
+    config.tie_word_embeddings = False  # else TRL hooks the embedding
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = hf_paged.patch(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), num_blocks=256)
+    trainer = trainer_of("GRPO", model, [], tmp_path, gradient_checkpointing=False, cast_lm_head_to_fp32=True)
+    counts = Sampled(monkeypatch).compare(trainer, model.paged)
+    before, weight = model.lm_head.forward, model.lm_head.weight.detach().clone()
+    assert not hf_paged.is_supported(model)
+    with hf_paged.exact_training(model):
+        trainer.train()
+    assert counts["equal"] == counts["all"] >= 80 and model.lm_head.forward is before
+    assert model.lm_head.weight.dtype is torch.float32 and not torch.equal(model.lm_head.weight, weight)
+    states = torch.randn(3, 5, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    expected = torch.autograd.grad(before(states).square().sum(), [states, model.lm_head.weight])
+    found = torch.autograd.grad(
+        integration._wide_head(model.lm_head, states).square().sum(), [states, model.lm_head.weight]
+    )
+    for own, its in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, its, rtol=1e-2 if its.dtype is torch.bfloat16 else 1e-5, atol=1e-5)
+
+
 def test_other_versions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would break: a private function of another TRL, taken for the one that is known."""
     model = hf_paged.patch(AutoModelForCausalLM.from_pretrained(TINY_LM), num_blocks=256)

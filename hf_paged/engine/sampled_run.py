@@ -404,6 +404,8 @@ class SampledRun(Run):
             self._pool.scheduler.free(row.sequence, reason)
             row.sequence = None
         self._num_open -= 1
+        if self._call.lookup is not None and self._num_open and reason not in ("error", "cancelled"):
+            self._tell_siblings(row, self._call.lookup.max_ngram)
         if self._num_open == 0:
             self.on_token = None  # it knows this, too
             if self._table is not None:
@@ -467,6 +469,14 @@ class SampledRun(Run):
                 list(range(first, first + len(drafts))),
                 torch.tensor(drafts, device=self._call.device),
             )
+
+    def _tell_siblings(self, ended: Row, most: int) -> None:
+        """Open rows of the same prompt, the last of which will run alone, may go on as one that has ended."""
+        prompts = self._call.prompts
+        own = prompts[next(index for index, row in enumerate(self.rows) if row is ended)]
+        for row, prompt, lookup in zip(self.rows, prompts, self._lookups, strict=True):
+            if row.finish_reason is None and prompt == own and not isinstance(self._noise, StepNoise):
+                lookup.learn(own[-most:] + ended.tokens)
 
     def _ask_draft_model(self) -> None:
         """Has the draft model guess on all rows that wait for it. The step lock is held."""

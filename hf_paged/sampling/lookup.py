@@ -87,6 +87,11 @@ class PromptLookup:
         self._rules = rules
         self._width = self._length = len(token_ids)
         self._bytes = bytearray(_to_bytes(token_ids))
+        self._others: list[bytearray] = []
+
+    def learn(self, text: Sequence[int]) -> None:
+        """Takes a text that this one may go on like: drafts come from it where there are none of its own."""
+        self._others.append(bytearray(_to_bytes(text)))
 
     def drafts(self, generated: Sequence[int]) -> list[int]:
         """What followed the first place at which the longest run of last tokens stood; maybe nothing.
@@ -99,28 +104,35 @@ class PromptLookup:
         self._length = length
         if settings.max_length == length + 1:
             return []
-        for size in range(min(settings.max_ngram, length - 1), 0, -1):
-            for start in self._ends(size):
-                found = self._tokens(start, min(start + settings.num_tokens, length, settings.max_length))
-                if self._rules is not None:
-                    known = np.array(self._tokens(0, length), dtype=np.int64)
-                    found = found[: self._rules.num_allowed(known, np.array(found, dtype=np.int64))]
-                if found:
-                    return list(takewhile(lambda token: token not in settings.eos, found))
+        places = (
+            (text, start)
+            for text in (self._bytes, *self._others)
+            for size in range(min(settings.max_ngram, length - 1), 0, -1)
+            for start in self._ends(text, size)
+        )
+        for text, start in places:
+            end = min(start + settings.num_tokens, len(text) // WIDTH, settings.max_length)
+            found = _tokens(text, start, end)
+            if self._rules is not None:
+                known = np.array(_tokens(self._bytes, 0, length), dtype=np.int64)
+                found = found[: self._rules.num_allowed(known, np.array(found, dtype=np.int64))]
+            if found:
+                return list(takewhile(lambda token: token not in settings.eos, found))
         return []
 
-    def _ends(self, size: int) -> Iterator[int]:
-        """Behind which tokens the last `size` ones stood before."""
+    def _ends(self, text: bytearray, size: int) -> Iterator[int]:
+        """Behind which tokens of a text the row's last `size` ones stand, with others behind them."""
         last = self._bytes[-size * WIDTH :]
-        end = len(self._bytes) - WIDTH
-        place = self._bytes.find(last, 0, end)
+        end = len(text) - WIDTH
+        place = text.find(last, 0, end)
         while place >= 0:
             if place % WIDTH == 0:  # not across two tokens
                 yield place // WIDTH + size
-            place = self._bytes.find(last, place + 1, end)
+            place = text.find(last, place + 1, end)
 
-    def _tokens(self, start: int, end: int) -> list[int]:
-        return np.frombuffer(bytes(self._bytes[start * WIDTH : end * WIDTH]), dtype=np.int32).tolist()
+
+def _tokens(text: bytearray, start: int, end: int) -> list[int]:
+    return np.frombuffer(bytes(text[start * WIDTH : end * WIDTH]), dtype=np.int32).tolist()
 
 
 def _to_bytes(token_ids: Sequence[int]) -> bytes:

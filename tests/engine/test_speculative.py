@@ -495,3 +495,34 @@ def test_drafts_of_one_noise() -> None:
     apart = 0.5 * (right - wrong).abs().sum().item()
     accepted = (drafts == tokens).float().mean().item()
     assert accepted > (1 - apart) / (1 + apart) - 0.01
+
+
+def test_a_row_goes_on_like_one_that_has_ended() -> None:
+    """Would break: drafts that change a token; the last row of a group, without drafts where its siblings had text."""
+    settings = LookupSettings(3, 2, 100, VOCAB, ())
+    lookup = PromptLookup(settings, [5, 6, 7])
+    assert lookup.drafts([8, 9]) == []
+    lookup.learn([7, 8, 9, 10, 11, 12, 13])
+    assert lookup.drafts([8, 9]) == [10, 11, 12] and lookup.drafts([8, 9, 12]) == [13]
+    assert lookup.drafts([8, 9, 12, 6]) == [7, 8, 9]  # its own come first
+
+    model = hf_paged.patch(tiny_lm(), num_blocks=256)
+    ids = torch.arange(40, 52)[None].repeat(6, 1)
+    arguments: dict[str, Any] = {"do_sample": True, "temperature": 0.2, "top_k": 0, "max_new_tokens": 40}
+    arguments |= {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "eos_token_id": None}
+    accepted = []
+    torch.manual_seed(0)
+    plain = model.generate(ids, **arguments)
+    ends = plain[:, ids.shape[1] + 5 :].flatten().bincount().argsort(descending=True)[3:6].tolist()
+    for is_told in (False, True):
+        found = []
+        with pytest.MonkeyPatch.context() as patch:
+            if not is_told:
+                patch.setattr(PromptLookup, "learn", lambda *_: None)
+            for lookups in ({}, {"prompt_lookup_num_tokens": 4}):
+                torch.manual_seed(0)
+                before = model.paged.stats()
+                found.append(model.generate(ids, **arguments | lookups | {"eos_token_id": ends}))
+                accepted.append(model.paged.stats().num_accepted_tokens - before.num_accepted_tokens)
+        assert torch.equal(*found)
+    assert accepted[3] >= accepted[1] > 0 == accepted[0]

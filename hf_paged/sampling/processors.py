@@ -148,6 +148,7 @@ _TREATMENTS = {
     "TopKLogitsWarper": _column("top_k", _top_k),
     "TopPLogitsWarper": _column("top_p", _top_p),
     "TypicalLogitsWarper": _BATCHED,
+    "WhisperTimeStampLogitsProcessor": _ALONE,
 }
 PROCESSORS: dict[type, Treatment] = {
     kind: treatment

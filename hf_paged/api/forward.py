@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
+from hf_paged.api.encodings import decodes_again, encoded
 from hf_paged.api.given_call import forward_call
 from hf_paged.api.own_forward import TriedCall
 from hf_paged.api.rank_calls import forward_on_ranks, run_in_turn
 from hf_paged.api.routing import ENGINE, run_stock
 from hf_paged.attention.cache import PagedCache
+from hf_paged.engine.call_context import call_context
 from hf_paged.model.cache_argument import cache_argument
 
 
@@ -39,6 +41,7 @@ def paged_forward(original: Callable[..., Any]) -> Callable[..., Any]:
                 return _exactly(self, engine.exact_forwards, _by_name(signature, given))
             if engine is not None:
                 run_stock()
+                kwargs |= {} if args else _encoded_before(self, given)
             if engine is None or engine.ranks is None:
                 with nullcontext() if engine is None else engine.core.undisturbed():
                     return original(self, *args, **kwargs)
@@ -63,6 +66,15 @@ def _exactly(self: Any, forwards: Any, given: dict[str, Any]) -> Any:
     output = forwards.forward({name: value for name, value in given.items() if name != "return_dict"})
     return_dict = given.get("return_dict")
     return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+
+
+def _encoded_before(self: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """What a forward is to be given as well that Whisper's `generate()` makes, by name, to look at its audio."""
+    features = given.get("input_features")
+    is_whispers = decodes_again(self) and call_context().encodings is not None and features is not None
+    if not is_whispers or given.get("encoder_outputs") or any(name.startswith("output_") for name in given):
+        return {}
+    return {"encoder_outputs": encoded(self, features, lambda: self.get_encoder()(features))}
 
 
 def _by_name(signature: inspect.Signature, given: dict[str, Any]) -> dict[str, Any]:

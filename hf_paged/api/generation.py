@@ -27,6 +27,7 @@ from transformers import (
 from transformers.generation import GenerationMode
 
 from hf_paged.api.batch_methods import PagedBatchMixin
+from hf_paged.api.encodings import decodes_again, encoded
 from hf_paged.api.loops import prepare, run_call
 from hf_paged.api.rank_calls import run_on_ranks
 from hf_paged.api.routing import ENGINE, fall_back, why_not_stateful, why_stock
@@ -85,6 +86,27 @@ def _decoding(loop: str) -> Callable[..., Any]:
         return result
 
     return decode
+
+
+def _encoding(name: str) -> Callable[..., Any]:
+    """Replaces what runs the encoder for a call: it doesn't run again for what it has just read."""
+
+    def prepare(
+        self: Any, inputs_tensor: Tensor, model_kwargs: dict[str, Any], model_input_name: str | None, generation_config: Any
+    ) -> Any:
+        run = functools.partial(
+            getattr(super(PagedGenerationMixin, self), name),
+            inputs_tensor,
+            model_kwargs,
+            model_input_name,
+            generation_config,
+        )
+        if not decodes_again(self) or generation_config.output_attentions or generation_config.output_hidden_states:
+            return run()
+        model_kwargs["encoder_outputs"] = encoded(self, inputs_tensor, lambda: run()["encoder_outputs"])
+        return model_kwargs
+
+    return prepare
 
 
 class PagedGenerationMixin(PagedBatchMixin):
@@ -219,7 +241,7 @@ class PagedGenerationMixin(PagedBatchMixin):
         device, wrapper = core.bound.placement[1], core.bound.wrapper
         # The gate for Ctrl-C is put up once a call, and opened and closed in each step.
         with deferred_interrupt(), allowed_interrupt():
-            states = DRAWS.states([own for own in {_CPU} | core.bound.devices if own.type in ("cpu", "cuda")])
+            states = DRAWS.states(core.generator_devices)
             host = None
             if device.type == "cuda":
                 host = HostCall.of(self, device, args, kwargs, is_submitted)
@@ -228,16 +250,22 @@ class PagedGenerationMixin(PagedBatchMixin):
             elif is_submitted:
                 args = tuple(to_device(value, device) if isinstance(value, Tensor) else value for value in args)
             given = kwargs.get("past_key_values")
+            kept = call_context().encodings
+            kept = {} if kept is None and decodes_again(self) else kept
             if wrapper is None or not isinstance(given, PagedCache | None):
-                with within(states=states, host=host, hides_device=False, twin=None):
+                with within(states=states, host=host, hides_device=False, twin=None, encodings=kept):
                     return super().generate(*args, **kwargs)  # type: ignore[misc]
             twin = wrapper.twin(self, {} if given is None else given.state)
-            with within(states=states, host=host, hides_device=False, twin=twin):
+            with within(states=states, host=host, hides_device=False, twin=twin, encodings=kept):
                 result = super(PagedGenerationMixin, twin.model).generate(*args, **kwargs)  # type: ignore[misc]
             if not isinstance(getattr(result, "past_key_values", None), PagedCache | None):
                 twin.write_back(self, wrapper.path)  # of stock, which looks at the model when it is continued
             return result
 
+    _prepare_encoder_decoder_kwargs_for_generation = _encoding("_prepare_encoder_decoder_kwargs_for_generation")
+    _prepare_text_encoder_decoder_kwargs_for_generation = _encoding(  # as it is called in later versions
+        "_prepare_text_encoder_decoder_kwargs_for_generation"
+    )
     _sample = _decoding("_sample")
     _beam_search = _decoding("_beam_search")
     _assisted_decoding = _decoding("_assisted_decoding")

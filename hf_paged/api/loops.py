@@ -129,8 +129,9 @@ def run_loop(engine: Engine, model: Any, queued: Handover | None, call: Prepared
     draws: AbstractContextManager[None] = nullcontext()
     if (cache is not None or call.is_submitted) and (config.do_sample or not call.is_row_wise):
         # They begin where the global generators stood at the call's entry, whatever other threads draw. Where a
-        # submitted request ends in the background, its caller is in the midst of something else.
-        draws = DRAWS.private(call.states, writes_back=engine.core.current_loop is None)
+        # submitted request ends in the background, its caller is in the midst of something else; what it calls isn't.
+        is_within = engine.core.current_loop is None or DRAWS.generators is not None
+        draws = DRAWS.private(call.states, writes_back=is_within)
     if cache is None:
         with draws:
             return loop()

@@ -36,6 +36,7 @@ class CallContext:
         adapters: What is added to the model for each prompt; `None`: what it is set to.
         runs_stock: Enters what the call needs around stock's forwards, because of `adapters`; once, if called again.
         twin: Of a wrapper, the model with the call's state, which `generate()` runs on.
+        encodings: What its encoder has made of the last rows, where `generate()` may ask for the same again.
     """
 
     cache_salt: Hashable = None
@@ -50,6 +51,7 @@ class CallContext:
     adapters: tuple[Adapter | None, ...] | None = None
     runs_stock: Callable[[], None] | None = None
     twin: Twin | None = None
+    encodings: dict[Hashable, Any] | None = None
 
 
 _CONTEXT: ContextVar[CallContext | None] = ContextVar("hf_paged_call", default=None)

@@ -171,11 +171,17 @@ class Calls:
         Raises:
             Exception: What the call raised.
         """
-        worker = self._core.worker
+        worker, loop = self._core.worker, self._core.current_loop
         with deferred_interrupt(), worker.leading():
             on_token, on_end = (None, None) if stream is None else (stream.put, stream.close)
+            if loop is not None:
+                call.priority, call.request_id = loop.priority, loop.request_id
             run = self.start(call, on_token, on_end=on_end)
             try:
+                if loop is not None:  # a request, which may be cancelled
+                    loop.on_cancel = partial(self.cancel, run)
+                    if loop.is_cancelled:
+                        loop.on_cancel()
                 if stream is not None:
                     if isinstance(run, SampledRun):
                         worker.run_alone(run.done, stream.hand_out)
@@ -183,12 +189,17 @@ class Calls:
                 worker.wait(run.done)
                 if run.error is not None:
                     raise run.error
+                if loop is not None:
+                    loop.check_cancelled()
             except BaseException:
                 if not run.is_done:
                     self.cancel(run)
                     self.wake()
                     worker.wait(run.done, timeout=60)  # no longer than the step it is in
                 raise
+            finally:
+                if loop is not None:
+                    loop.on_cancel = None
         return run
 
     def cancel(self, run: Run, row: int | None = None) -> None:

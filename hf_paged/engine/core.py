@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -133,6 +134,12 @@ class EngineCore:
         """The request of this engine whose loop this thread runs."""
         context = call_context()
         return context.loop if context.core is self else None
+
+    @property
+    def generator_devices(self) -> list[torch.device]:
+        """Where a call may draw."""
+        devices = {torch.device("cpu")} | self.bound.devices
+        return [device for device in devices if device.type in ("cpu", "cuda")]
 
     def undisturbed(self) -> AbstractContextManager[None]:
         """Around a forward that no step is: where weights are there only while their module computes, no step runs

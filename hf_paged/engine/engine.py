@@ -130,7 +130,7 @@ class Engine(Lasting):
     @deferred_interrupt()
     def submit(
         self,
-        input_ids: SequenceOf[int] | Tensor,
+        input_ids: SequenceOf[int] | Tensor | None = None,
         generation_config: Any = None,
         *,
         request_id: str | None = None,
@@ -150,7 +150,9 @@ class Engine(Lasting):
         """Queues one prompt and returns at once.
 
         Args:
-            input_ids: Token ids: a list, or a 1-D tensor or array, or one of `[1, L]`.
+            input_ids: Token ids: a list, or a 1-D tensor or array, or one of `[1, L]`. Of a model with an encoder, what
+                that reads: ids, or by its name what it takes in their place (`input_features=`, `pixel_values=`),
+                `[1, ...]`; `decoder_input_ids=` are the prompt. The encoder runs on this thread.
             generation_config: As in `model.generate()`.
             request_id: Any name not in use by an unfinished request; `None`: one is made.
             priority: The lower, the earlier; first come, first served within a priority.
@@ -175,6 +177,9 @@ class Engine(Lasting):
 
         Sampling draws as `model.generate()` would from the state of torch's global generator at this moment; after a
         sampling request the global generator is reseeded from itself, so that the next one draws other numbers.
+
+        Whisper's `generate()`, which decodes segment by segment, runs as a whole on a thread of the engine's: its tokens
+        come at the end, and what it returned is `returned` of the result.
 
         Raises:
             ValueError: What `model.generate()` would raise for these arguments; a batch; a prompt that could never fit.

@@ -17,6 +17,7 @@ from hf_paged.engine.prepared_call import PreparedCall
 from hf_paged.engine.request import RequestState
 from hf_paged.engine.scoring import LogitRows, token_logprobs
 from hf_paged.sampling.logprobs import LogprobsWanted, ScoresWanted
+from hf_paged.sampling.random import DRAWS, GeneratorStates
 
 
 def run_later(
@@ -30,7 +31,9 @@ def run_later(
     arguments of `state.finish` that it returns. `on_end` is called before the result is there.
     """
     outer, autocast = call_context(), core.batch_key()
-    context = CallContext(outer.cache_salt, outer.is_known_to_ranks, loop, core, adapters=outer.adapters)
+    context = CallContext(
+        outer.cache_salt, outer.is_known_to_ranks, loop, core, adapters=outer.adapters, encodings=outer.encodings
+    )
 
     def run() -> None:
         try:
@@ -72,6 +75,18 @@ def run_prepared(
         "scores": scores,
         "logprobs": said,
     }
+
+
+def run_whole(call: Callable[[], Any], states: GeneratorStates, state: RequestState) -> dict[str, Any]:
+    """A `generate()` that runs loops of its own and makes something of what they return, as Whisper's.
+
+    Args:
+        states: Where its draws begin.
+    """
+    with DRAWS.private(states, writes_back=False):
+        result = call()
+    sequences = result if isinstance(result, Tensor) else result["sequences"]
+    return {"sequences": sequences.tolist(), "reasons": ["stop"] * len(sequences), "returned": result}
 
 
 def score(model: Any, wanted: ScoresWanted, logit_rows: LogitRows, state: RequestState) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +17,7 @@ from hf_paged.model.cache_argument import CACHE_ARGUMENTS
 from hf_paged.model.host_call import HostCall
 from hf_paged.sampling.controls import SamplingControls
 from hf_paged.sampling.processors import are_row_wise
-from hf_paged.sampling.random import GeneratorStates, default_generator
+from hf_paged.sampling.random import GeneratorStates, own_states
 
 
 @dataclass(slots=True)
@@ -111,20 +110,9 @@ class PreparedCall:
         if rows is not None:
             rows.grammar, rows.logprobs = controls.grammar, logprobs
         if controls.seed is None:
-            self._split_generators()
-        elif rows is None:
-            for device in self.states:  # its loop begins there
-                self.states[device] = torch.Generator(device).manual_seed(controls.seed).get_state()
+            if self.generation_config.do_sample:
+                own_states(self.states)
+        elif rows is None:  # its loop begins there
+            self.states |= own_states(self.states, controls.seed)
         elif rows.generator is not None:
             rows.generator.manual_seed(controls.seed)
-
-    def _split_generators(self) -> None:
-        """If it samples, reseeds the global generators from themselves.
-
-        Its draws begin at the state found; those of the next call must not be the same numbers.
-        """
-        for device in self.states if self.generation_config.do_sample else ():
-            generator = default_generator(device)
-            # Not drawn from it: a number on a GPU would have to be waited for.
-            state = hashlib.blake2b(bytes(generator.get_state().numpy()), digest_size=8).digest()
-            generator.manual_seed(int.from_bytes(state, "little") >> 2)

@@ -62,6 +62,32 @@ def one_prompt(input_ids: Any, model: Any) -> Tensor:
     return torch.as_tensor(prompt, dtype=torch.int64, device="cpu")[None]
 
 
+def one_source(given: Any, arguments: dict[str, Any], model: Any) -> Tensor | None:
+    """What a model's encoder is to read for one request, `[1, ...]`, on the CPU if it is ids, as those of the decoder's
+    prompt are from here on; `None`: the arguments have `encoder_outputs`.
+
+    Args:
+        given: As `submit()` is given it first.
+        arguments: The others, out of which it is taken if it is there by its name.
+    """
+    name = model.main_input_name
+    if arguments.get("decoder_input_ids") is not None:
+        arguments["decoder_input_ids"] = one_prompt(arguments["decoder_input_ids"], model.get_decoder())
+    source = arguments.pop(name, None) if given is None else given
+    if source is None and arguments.get("encoder_outputs") is not None:
+        return None
+    if name == "input_ids":
+        return one_prompt(source, model)
+    source = torch.as_tensor(source) if isinstance(source, Tensor | np.ndarray) else source
+    if not isinstance(source, Tensor) or len(source) != 1 or not source.is_floating_point():
+        kind = f"one of {source.dtype}, {tuple(source.shape)}" if isinstance(source, Tensor) else f"{source!r:.80}"
+        raise ValueError(
+            f"submit({name}=...) takes what this model's encoder reads of one request, a tensor of floats [1, ...], "
+            f"got {kind}; the text that its decoder begins with is decoder_input_ids"
+        )
+    return source.detach().clone()  # it may be read after this call
+
+
 def check_ids(low: int, high: int, model: Any) -> None:
     """Raises `ValueError` if the lowest or the highest id of a prompt has no embedding."""
     try:

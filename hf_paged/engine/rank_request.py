@@ -14,10 +14,10 @@ from hf_paged.parallel.call_key import call_key
 from hf_paged.parallel.channel import RankError
 
 
-def request_key(prompt: Tensor, generation_config: Any, *wanted: object) -> tuple[bytes, str]:
+def request_key(prompt: Tensor | None, generation_config: Any = None, *wanted: object) -> tuple[bytes, str]:
     """What `Leader.begin` tells the other ranks of a request."""
     digest = call_key("submit", {"prompt": prompt, "wanted": repr(wanted)}, generation_config)
-    return digest, f"submit() of a prompt of {prompt.shape[1]} tokens"
+    return digest, f"submit() of a prompt of {0 if prompt is None else prompt.shape[1]} tokens"
 
 
 def tell_end(leader: Leader, number: int, state: RequestState) -> None:

@@ -62,7 +62,7 @@ class RequestOutput:
 
     Attributes:
         request_id: Its id.
-        prompt_token_ids: The prompt.
+        prompt_token_ids: The prompt; of a model with an encoder the decoder's, as its source is no part of the text.
         sequences: Generated ids, prompt not included, without padding: of each sample, or of each returned beam, best
             first.
         finish_reason: `"eos"`, `"stop"` (a stop string, a time limit, a criterion of the caller's), `"length"` or
@@ -74,6 +74,8 @@ class RequestOutput:
         prompt_logprobs: Of a request of `submit_score`: how likely each token of the prompt was, from `first` on.
         weight_versions: Of each sequence, the version of the model's weights that each token was chosen with, as
             `model.paged.weight_version` counts them; `None` of beams, and where processors of the caller's own ran.
+        returned: What `generate()` returned, if the model's own runs several loops (Whisper's; the segments are in it).
+            The reason of its end is `"stop"`, whatever ended the last of them.
     """
 
     request_id: str
@@ -86,6 +88,7 @@ class RequestOutput:
     logprobs: list[list[TokenLogprobs]] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     weight_versions: list[list[int]] | None = None
+    returned: Any = None
 
     @property
     def token_ids(self) -> list[int]:
@@ -137,6 +140,7 @@ class RequestState:
         logprobs: list[list[TokenLogprobs]] | None = None,
         prompt_logprobs: list[TokenLogprobs] | None = None,
         weight_versions: list[list[int]] | None = None,
+        returned: Any = None,
     ) -> None:
         with self.condition:
             if self.is_done:
@@ -154,6 +158,7 @@ class RequestState:
                 logprobs,
                 prompt_logprobs,
                 weight_versions,
+                returned,
             )
             self.announce()
 

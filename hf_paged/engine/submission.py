@@ -23,9 +23,9 @@ from hf_paged.engine.core import EngineCore
 from hf_paged.engine.decoding_loop import DecodingLoop
 from hf_paged.engine.follower import Follower
 from hf_paged.engine.leader import sendable
-from hf_paged.engine.loop_request import run_later, run_prepared, score
+from hf_paged.engine.loop_request import run_later, run_prepared, run_whole, score
 from hf_paged.engine.prepared_call import PreparedCall
-from hf_paged.engine.prompts import check_arguments, one_prompt
+from hf_paged.engine.prompts import check_arguments, one_prompt, one_source
 from hf_paged.engine.rank_request import hear_end, request_key, tell_end
 from hf_paged.engine.request import Request, RequestOutput, RequestState
 from hf_paged.engine.request_threads import LoopJob, RequestThreads, waiting
@@ -35,8 +35,9 @@ from hf_paged.engine.sampled_run import CallRows
 from hf_paged.engine.scoring import LogitRows
 from hf_paged.model.weights_version import WeightsKey
 from hf_paged.parallel.channel import RankError
-from hf_paged.sampling.controls import SamplingControls
+from hf_paged.sampling.controls import GeneratedTokenPenalties, SamplingControls
 from hf_paged.sampling.logprobs import ScoresWanted
+from hf_paged.sampling.random import own_states
 
 
 @dataclass(slots=True, eq=False)
@@ -138,22 +139,38 @@ class Submissions:
         weights_key: WeightsKey | None = None,
     ) -> Request:
         """See `Engine.submit`; `weights_key`: see `Calls.start`."""
-        prompt = one_prompt(input_ids, self._core.model)
+        model, logprobs = self._core.model, controls.logprobs
         check_arguments(arguments, priority, cache_salt)
-        with self._admitted(request_id) as name:
-            call, logprobs = self._prepare(prompt, generation_config, arguments, controls), controls.logprobs
-            state = RequestState(name, prompt[0].tolist(), call.is_streamable, call.has_events)
+        if not model.config.is_encoder_decoder:
+            prompt: Tensor | None = one_prompt(input_ids, model)
+        else:
+            prompt = one_source(input_ids, arguments, model)
+        with self._admitted(request_id) as name, within(encodings={}):
+            call = self._prepare(prompt, generation_config, arguments, controls)
             begin: _Begin
+            if call is None:
+                state = RequestState(name, [], is_streaming=False, has_events=False)
+                states = own_states(self._core.generator_devices, controls.seed)
+                whole = partial(model.generate, prompt, generation_config, **arguments)
+                begin = partial(self._start_loop, partial(run_whole, whole, states), priority)
+                return self._start(state, request_key(prompt), cache_salt, begin)
+            state = RequestState(name, call.input_ids[0].tolist(), call.is_streamable, call.has_events)
             if call.rows is not None:
                 call.rows.priority, call.rows.request_id = priority, name
                 begin = partial(self._start_rows, call.rows, weights_key)
             else:
                 work = partial(run_prepared, self._core.model, call, logprobs, self._logit_rows)
                 begin = partial(self._start_loop, work, priority)
-            return self._start(state, request_key(prompt, call.generation_config, logprobs), cache_salt, begin)
+            key = request_key(call.input_ids if prompt is None else prompt, call.generation_config, logprobs)
+            return self._start(state, key, cache_salt, begin)
 
     def score(self, input_ids: Any, request_id: Any, priority: Any, cache_salt: Any, wanted: ScoresWanted) -> Request:
         """See `Engine.submit_score`."""
+        if self._core.model.config.is_encoder_decoder:
+            raise ValueError(
+                "a model with an encoder has no score() of a text by itself: how likely generated tokens are say "
+                "logprobs= of submit(), of given ones model(..., labels=...)"
+            )
         prompt = one_prompt(input_ids, self._core.model)
         check_arguments({}, priority, cache_salt)
         self._core.pool.check_fits(prompt.shape[1], prompt.shape[1], 0)
@@ -207,23 +224,37 @@ class Submissions:
         return Request(state, active.cancel, active.abandon, self._waiting)
 
     def _prepare(
-        self, prompt: Tensor, generation_config: Any, arguments: dict[str, Any], controls: SamplingControls
-    ) -> PreparedCall:
-        """Lets `model.generate()` prepare everything, up to its decoding loop."""
-        if processors := controls.processors(prompt.shape[1]):
-            arguments["logits_processor"] = [*(arguments.get("logits_processor") or ()), *processors]
+        self, prompt: Tensor | None, generation_config: Any, arguments: dict[str, Any], controls: SamplingControls
+    ) -> PreparedCall | None:
+        """Lets `model.generate()` prepare everything, up to its first decoding loop; `None`: it has several, and makes
+        something of what they return.
+        """
+        model, processors = self._core.model, controls.processors()
+        own = {"logits_processor": [*(arguments.get("logits_processor") or ()), *processors]} if processors else {}
         call = None
         with within(is_submitted=True, wants_logprobs=controls.logprobs is not None):
             try:
-                call = self._core.model.generate(prompt, generation_config, **arguments)
+                call = model.generate(prompt, generation_config, **arguments | own)
             except (AttributeError, TypeError) as error:
                 if PreparedCall.__name__ not in str(error):
                     raise
         if not isinstance(call, PreparedCall):
+            has_loops = model.config.is_encoder_decoder and hasattr(model, "generate_with_fallback")
+            if not has_loops or arguments.get("custom_generate") is not None:
+                raise ValueError(
+                    "submit() needs a call that ends in a decoding loop of transformers' own: not custom_generate, and "
+                    "no model whose generate() has its own loop or changes what the loop returns (but Whisper)"
+                )
+            controls.check_alone()
+            return None
+        if model.config.is_encoder_decoder and call.rows is None and controls.logprobs is not None:
             raise ValueError(
-                "submit() needs a call that ends in a decoding loop of transformers' own: not custom_generate, and no "
-                "model whose generate() has its own loop or changes what the loop returns"
+                "logprobs of a model with an encoder are those of rows that the engine samples: not of beams, assisted "
+                "decoding and processors of your own, for which generate() returns scores"
             )
+        for processor in processors:
+            if isinstance(processor, GeneratedTokenPenalties):
+                processor.begin_at(call.input_ids.shape[1])
         call.control(controls)
         return call
 

@@ -64,10 +64,19 @@ class SamplingControls:
             raise ValueError(f"grammar must come from a GrammarCompiler, got {grammar!r:.80}")
         return cls(seed, float(presence_penalty), float(frequency_penalty), dict(bias), grammar, logprobs)
 
-    def processors(self, prompt_length: int) -> list[LogitsProcessor]:
+    def check_alone(self) -> None:
+        """Raises `ValueError` if more than a seed is asked for."""
+        if self != SamplingControls(seed=self.seed):
+            raise ValueError(
+                "a model whose generate() runs several loops (Whisper) takes a seed beside generate()'s own arguments, "
+                "and no penalties, logit_bias, grammar or logprobs"
+            )
+
+    def processors(self) -> list[LogitsProcessor]:
+        """What changes logits; those that look at tokens are yet to be told where the prompt ends."""
         found: list[LogitsProcessor] = []
         if self.presence_penalty or self.frequency_penalty:
-            found.append(GeneratedTokenPenalties(self.presence_penalty, self.frequency_penalty, prompt_length))
+            found.append(GeneratedTokenPenalties(self.presence_penalty, self.frequency_penalty, 0))
         if self.logit_bias:
             found.append(TokenBias(self.logit_bias))
         return found
@@ -91,6 +100,9 @@ class GeneratedTokenPenalties(LogitsProcessor):
 
     def __init__(self, presence_penalty: float, frequency_penalty: float, prompt_length: int) -> None:
         self.settings: tuple[Any, Any, Any] = (presence_penalty, frequency_penalty, prompt_length)
+
+    def begin_at(self, prompt_length: int) -> None:
+        self.settings = (*self.settings[:2], prompt_length)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """`scores` of rows with these tokens; -1 stands behind the end of a shorter row."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -42,6 +43,24 @@ def default_generator(device: torch.device) -> torch.Generator:
         index: int | None = device.index
         return torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]
     return torch.default_generator
+
+
+def own_states(devices: Iterable[torch.device], seed: int | None = None) -> GeneratorStates:
+    """Where the draws of a request begin that is on its way: at a seed, or where the global generators stand, which are
+    then reseeded from themselves: the next request must not draw the same numbers.
+
+    Not drawn from them: a number on a GPU would have to be waited for.
+    """
+    states = {}
+    for device in devices:
+        if seed is not None:
+            states[device] = torch.Generator(device).manual_seed(seed).get_state()
+            continue
+        generator = default_generator(device)
+        states[device] = generator.get_state()
+        state = hashlib.blake2b(bytes(states[device].numpy()), digest_size=8).digest()
+        generator.manual_seed(int.from_bytes(state, "little") >> 2)
+    return states
 
 
 class Draws(threading.local):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from transformers import AutomaticSpeechRecognitionPipeline
 
+import hf_paged
 from helpers import speech
 from helpers.pairs import MakePair, Pair
 
@@ -84,9 +85,55 @@ def test_short_form(whisper: Pair, name: str, rows: int) -> None:
     assert whisper.delta["num_steps"] > 0
 
 
-@pytest.mark.parametrize("lengths", [[330], [250, 90, 160]], ids=["one", "three"])
+@pytest.mark.parametrize("lengths", [[230], [190, 90, 130]], ids=["one", "three"])
 @pytest.mark.parametrize("name", list(LONG))
 def test_long_form(whisper: Pair, name: str, lengths: list[int]) -> None:
     given = {"input_features": speech.features(len(lengths), max(lengths)), "attention_mask": speech.frames_mask(lengths)}
     whisper.generate(**given, **LONG[name])
     assert whisper.delta["num_steps"] > 0
+
+
+def note_encoder_runs(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A list that grows by what each run of a model's encoder is given. Not by a hook, which would be shown all."""
+    encoder, runs = model.get_encoder(), []
+    stock = encoder.forward
+
+    def forward(input_features: Any, *args: Any, **kwargs: Any) -> Any:
+        runs.append(input_features.tolist())
+        return stock(input_features, *args, **kwargs)
+
+    monkeypatch.setattr(encoder, "forward", forward)
+    return runs
+
+
+FALL_BACK = {
+    "temperature": (0.0, 0.4, 0.8),
+    "logprob_threshold": 0.0,
+    "no_speech_threshold": 1.0,
+    "return_timestamps": True,
+    "max_new_tokens": 12,
+}
+
+
+def test_equal_audio_is_encoded_once_in_a_call(whisper: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, paged = (note_encoder_runs(model, monkeypatch) for model in (whisper.stock, whisper.paged))
+    whisper.generate(input_features=speech.features(2), **FALL_BACK)
+    segments = [segment for segment, _ in itertools.groupby(stock)]
+    assert paged == segments and len(stock) == 1 + 6 * len(segments), "language; three times no speech, and the text"
+    whisper.generate(input_features=speech.features(2), **FALL_BACK)
+    assert paged == 2 * segments, "a call of its own has nothing of the one before"
+
+
+@pytest.mark.parametrize("why", ["hook", "train"])
+def test_an_encoder_that_is_watched_or_random_runs_again(
+    whisper: Pair, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    seen: list[int] = []
+    for model in (whisper.stock, whisper.paged):
+        if why == "hook":
+            model.get_encoder().register_forward_hook(hf_paged.packed_hook(lambda *_: seen.append(1)))
+        else:
+            model.get_encoder().layers[0].train()
+    stock, paged = (note_encoder_runs(model, monkeypatch) for model in (whisper.stock, whisper.paged))
+    whisper.generate(input_features=speech.features(1), **FALL_BACK)
+    assert len(paged) == len(stock) > 3 and (why == "train" or len(seen) == 2 * len(paged))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutomaticSpeechRecognitionPipeline
+from transformers import AutomaticSpeechRecognitionPipeline
 
 import hf_paged
 from helpers import speech
-from helpers.pairs import MakePair, Pair
+from helpers.pairs import MakePair, Pair, assert_same
 
 SHORT: dict[str, dict[str, Any]] = {
     "detected": {},
@@ -35,7 +38,6 @@ SHORT: dict[str, dict[str, Any]] = {
     "dict_timestamps": {"return_dict_in_generate": True, "return_timestamps": True, "language": "en"},
     "stop": {"language": "en", "repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "max_new_tokens": 20},
 }
-# Which seeds' texts have no two candidates within rounding of each other.
 LONG: dict[str, dict[str, Any]] = {
     "plain": {"return_timestamps": True, "language": "en"},
     "detected": {},
@@ -75,7 +77,7 @@ def whisper(make_pair: MakePair) -> Pair:
     return make_pair(speech.tiny_whisper())
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", list(SHORT))
 def test_short_form(whisper: Pair, name: str, rows: int) -> None:
     arguments = dict(SHORT[name])
@@ -85,7 +87,9 @@ def test_short_form(whisper: Pair, name: str, rows: int) -> None:
     assert whisper.delta["num_steps"] > 0
 
 
-@pytest.mark.parametrize("lengths", [[230], [190, 90, 130]], ids=["one", "three"])
+@pytest.mark.parametrize(
+    "lengths", [pytest.param([230], marks=pytest.mark.slow), [150, 90, 130]], ids=["one", "three"]
+)
 @pytest.mark.parametrize("name", list(LONG))
 def test_long_form(whisper: Pair, name: str, lengths: list[int]) -> None:
     given = {"input_features": speech.features(len(lengths), max(lengths)), "attention_mask": speech.frames_mask(lengths)}
@@ -137,3 +141,46 @@ def test_an_encoder_that_is_watched_or_random_runs_again(
     stock, paged = (note_encoder_runs(model, monkeypatch) for model in (whisper.stock, whisper.paged))
     whisper.generate(input_features=speech.features(1), **FALL_BACK)
     assert len(paged) == len(stock) > 3 and (why == "train" or len(seen) == 2 * len(paged))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"generate_kwargs": {"language": "en"}},
+        {"return_timestamps": True, "generate_kwargs": {"language": "en"}},
+        {"return_timestamps": "word", "generate_kwargs": {"language": "en"}},
+    ],
+    ids=["text", "timestamps", "words"],
+)
+def test_pipeline(whisper: Pair, asked: dict[str, Any]) -> None:
+    sounds = [speech.sound(seconds, seed) for seed, seconds in enumerate((0.6, 2.3))]
+
+    def transcribe(model: Any) -> Any:
+        parts = {"feature_extractor": speech.feature_extractor(), "tokenizer": speech.tokenizer()}
+        pipe = AutomaticSpeechRecognitionPipeline(model=model, **parts)
+        return [pipe(sound.copy(), **copy.deepcopy(asked)) for sound in sounds]
+
+    whisper.both(transcribe, falls_back=asked.get("return_timestamps") == "word")
+    assert whisper.delta["num_steps"] > 0 or asked.get("return_timestamps") == "word"
+
+
+def test_token_timestamps_are_stocks(whisper: Pair) -> None:
+    """They need attention weights, which no pool gives; transformers leaves the model with eager attention for good."""
+    asked = {"language": "en", "max_new_tokens": 12}
+    whisper.generate(
+        input_features=speech.features(2), attention_mask=speech.frames_mask([100, 80]), return_token_timestamps=True,
+        falls_back=True, **asked,
+    )  # fmt: skip
+    whisper.generate(input_features=speech.features(2), **asked)
+    assert whisper.delta["num_steps"] > 0
+
+
+def test_callers_on_threads_get_what_they_get_alone(whisper: Pair) -> None:
+    """Their segments meet in steps; none draws another's numbers."""
+    calls = [SHORT["timestamps"], SHORT["beams"], LONG["conditioned"], SHORT["language"], LONG["prompt_first"]]
+    given = [speech.features(1, 100 if calls[p] in SHORT.values() else 150, seed=p) for p in range(len(calls))]
+    expected = [whisper.stock.generate(each, **call) for each, call in zip(given, calls, strict=True)]
+    with ThreadPoolExecutor(len(calls)) as threads:
+        running = [threads.submit(whisper.paged.generate, each, **call) for each, call in zip(given, calls, strict=True)]
+        found = [each.result() for each in running]
+    assert_same(expected, found)

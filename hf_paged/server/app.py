@@ -14,7 +14,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
 from hf_paged import Engine, needs, patch
-from hf_paged.server import adapters, chat, completions, responses
+from hf_paged.server import adapters, chat, completions, responses, transcriptions
 from hf_paged.server.description import body_of, describe, docs, openapi
 from hf_paged.server.errors import ApiError, add_handlers
 from hf_paged.server.logs import RequestLog
@@ -28,6 +28,8 @@ BODIES: dict[str, type[Body]] = {
     chat.PATH: ChatRequest,
     completions.PATH: CompletionRequest,
     responses.PATH: responses.ResponsesRequest,
+    transcriptions.TRANSCRIPTIONS: transcriptions.TranscriptionRequest,
+    transcriptions.TRANSLATIONS: transcriptions.TranslationRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     adapters.LOAD: adapters.LoadAdapterRequest,
@@ -58,7 +60,7 @@ def create_app(
     if not isinstance(getattr(model, "paged", None), Engine):
         patch(model)
     serving = Serving(model, tokenizer, settings, processor)
-    if not serving.prompts.has_template:
+    if not serving.prompts.has_template and not model.config.is_encoder_decoder:
         logger.warning("%s has no chat template: chats are written line by line, role: content", serving.model_name)
 
     @asynccontextmanager
@@ -87,6 +89,14 @@ def create_app(
         ("GET", "/health", _health),
         ("GET", "/ready", _ready),
     ]
+    if serving.ears is not None:
+        with needs("hf-paged[audio]"):
+            import_module("soundfile")
+            import_module("python_multipart")
+        routes += [
+            ("POST", transcriptions.TRANSCRIPTIONS, transcriptions.transcribe),
+            ("POST", transcriptions.TRANSLATIONS, transcriptions.translate),
+        ]
     if settings.public_docs or not settings.api_keys:
         routes += [("GET", OPENAPI, openapi), ("GET", DOCS, docs)]
     if settings.adapter_dir is not None:

@@ -23,7 +23,8 @@ ALONE = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inlin
 def body_of(kind: type[Body]) -> dict[str, Any]:
     """What a route says of a request's body."""
     schema = {"$ref": SCHEMAS + kind.__name__}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    media_type = "multipart/form-data" if "file" in kind.model_fields else "application/json"
+    return {"requestBody": {"required": True, "content": {media_type: {"schema": schema}}}}
 
 
 def describe(app: FastAPI, bodies: Mapping[str, type[Body]]) -> None:
@@ -64,7 +65,8 @@ async def docs(serving: Serving, request: Request) -> Any:
     """The description of this interface, to be read."""
     api = request.app.openapi()
     routes = [route for methods in api["paths"].values() for route in methods.values() if "requestBody" in route]
-    schemas = [route["requestBody"]["content"]["application/json"]["schema"]["$ref"] for route in routes]
+    contents = [content for route in routes for content in route["requestBody"]["content"].values()]
+    schemas = [content["schema"]["$ref"] for content in contents]
     page = _template().render(
         api=api,
         bodies=[schema.removeprefix(SCHEMAS) for schema in schemas],

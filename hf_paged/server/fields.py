@@ -190,6 +190,26 @@ TOKENIZE: Table = {
 
 DETOKENIZE: Table = {"model": SAMPLING["model"], "tokens": honoured("token ids")}
 
+TRANSLATION: Table = {
+    "file": honoured("wav, flac, mp3, ogg"),
+    "model": SAMPLING["model"],
+    "prompt": honoured("a text that goes before, in style and spelling; of Whisper"),
+    "response_format": honoured("", "json", "text", "verbose_json", "srt", "vtt"),
+    "temperature": honoured("0 to 1; 0: the likeliest text, and 0.2, 0.4, ... where that one is poor (Whisper)"),
+}
+TRANSCRIPTION: Table = {
+    **TRANSLATION,
+    "language": honoured("of Whisper; absent: it is detected"),
+    "timestamp_granularities": honoured("only `segment`, with `verbose_json`"),
+    "stream": refused("texts are known at their end", "false"),
+    "chunking_strategy": refused("long sounds are taken segment by segment"),
+    "include": refused("there is nothing else to include"),
+    "keywords": refused("use `prompt`"),
+    "languages": refused("use `language`"),
+    "known_speaker_names": refused("speakers are not told apart"),
+    "known_speaker_references": refused("speakers are not told apart"),
+}
+
 # Parts of requests. What isn't here is honoured, if a schema has it.
 TEXT: Table = {"verbosity": CHAT["verbosity"]}
 REASONING: Table = {
@@ -250,6 +270,8 @@ TABLES: Mapping[str, Table] = {  # as the page has them
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETION,
     "/v1/responses": RESPONSE,
+    "/v1/audio/transcriptions": TRANSCRIPTION,
+    "/v1/audio/translations": TRANSLATION,
     "/tokenize": TOKENIZE,
     "/detokenize": DETOKENIZE,
     "`stream_options`": STREAM_OPTIONS,

@@ -256,8 +256,9 @@ class Generation:
         # The likeliest token has no variants: what isn't drawn is computed once, and returned as often as asked for.
         num_sequences = arguments.get("num_return_sequences", 1)
         texts: list[list[Text]] = [[] for _ in range(num_sequences)]
+        before = () if prompt.is_source else prompt.token_ids
         for number in range(body.num_samples):
-            detokenizer = Detokenizer(self._tokenizer, prompt.token_ids, body.skip_special_tokens)
+            detokenizer = Detokenizer(self._tokenizer, before, body.skip_special_tokens)
             stops = StopStrings(body.stops) if body.stops else None
             text = Text(len(self.texts), detokenizer, stops, body.min_tokens)
             self.texts.append(text)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 from fastapi import Request
 from pydantic import ValidationError
+from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
 
-from hf_paged.server.errors import ApiError, invalid_body, too_deep
+from hf_paged.server.errors import ApiError, bad_field, invalid_body, too_deep
 from hf_paged.server.schemas import Body
 from hf_paged.server.settings import ServerSettings
 
@@ -107,6 +110,55 @@ async def read_body(request: Request, kind: type[B], settings: ServerSettings, p
     if len(data) <= SMALL:
         return _parsed(kind, data)
     return await pace.run(_parsed, kind, data)
+
+
+async def read_form(request: Request, kind: type[B], settings: ServerSettings, pace: Pace) -> B:
+    """A request's body that is a form with a file in it, which the body takes.
+
+    Raises:
+        ApiError: As `read_body`, and for no such form.
+    """
+    form = await _form(request, settings)
+    given: dict[str, Any] = {}
+    for name, value in form.multi_items():
+        field, is_list = name.removesuffix("[]"), name.endswith("[]")
+        if field in given and not is_list:
+            raise bad_field(field[:200], "it is there more than once")
+        if isinstance(value, UploadFile) != (field == "file"):
+            raise bad_field(field[:200], "only `file` is a file, with a filename")
+        said = value.filename if isinstance(value, UploadFile) else value
+        given[field] = [*given.get(field, []), said] if is_list else said
+    body = _parsed(kind, json.dumps(given).encode())
+    body.take(form["file"])  # type: ignore[attr-defined]
+    return body
+
+
+async def _form(request: Request, settings: ServerSettings) -> FormData:
+    if not request.headers.get("Content-Type", "").startswith("multipart/form-data"):
+        raise ApiError(400, "the body must be multipart/form-data, with the sound as `file`", code="invalid_form")
+    parser = MultiPartParser(request.headers, _counted(request, settings.max_audio_bytes), max_files=1, max_fields=32)
+    try:
+        async with asyncio.timeout(settings.body_timeout):
+            return await parser.parse()
+    except TimeoutError:
+        raise ApiError(408, f"the body did not come within {settings.body_timeout} s") from None
+    except MultiPartException as error:
+        raise ApiError(400, f"the body is no form: {error.message}", code="invalid_form") from None
+
+
+async def _counted(request: Request, most: int) -> AsyncGenerator[bytes, None]:
+    """A body's parts; what is too much is read on, and thrown away."""
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > most + NUM_DISCARDED:
+            break
+        if size > most:
+            await asyncio.sleep(DISCARD_SECONDS)  # its sender waits, too
+        else:
+            yield part
+    if size > most:
+        raise _too_large(f"{most} bytes are the limit")
 
 
 def _parsed(kind: type[B], data: bytes) -> B:

@@ -27,11 +27,13 @@ class Prompt:
     Attributes:
         inputs: What `submit` takes beside them, of pictures.
         pixels: Of its pictures; they count until the model has begun with the text.
+        is_source: An encoder reads it, and the text doesn't go on with it.
     """
 
     token_ids: list[int]
     inputs: dict[str, Any] = field(default_factory=dict)
     pixels: Pixels = field(default_factory=lambda: Pixels(0))
+    is_source: bool = False
 
 
 class Prompts:
@@ -62,6 +64,7 @@ class Prompts:
         sees = processor is not None and (chat_template is not None or own is not None)
         self._pictures = Pictures(processor, model, settings) if sees else None
         own = own if sees else getattr(tokenizer, "chat_template", None)
+        self._reads_only = model.config.is_encoder_decoder  # and writes another text
         self.has_template = chat_template is not None or own is not None
         self._template = chat_template or (None if own is not None else PLAIN_TEMPLATE)
         self._templates = self._template or own  # a template, or several by their names
@@ -71,7 +74,10 @@ class Prompts:
         if body.prompt == []:
             raise bad_field("prompt", "it is empty")
         return [
-            Prompt(self.of_text(own, field) if isinstance(own, str) else self._checked(own, field))
+            Prompt(
+                self.of_text(own, field) if isinstance(own, str) else self._checked(own, field),
+                is_source=self._reads_only,
+            )
             for field, own in body.prompts.items()
         ]
 
@@ -92,6 +98,8 @@ class Prompts:
         variables: dict[str, Any] | None = None,
     ) -> Prompt:
         """A chat's tokens, through the template with these variables, and its pictures."""
+        if self._reads_only and not self.has_template:
+            raise bad_field("messages", "this model has no chat template: /v1/completions takes the text that it reads")
         if self._pictures is not None:
             self._pictures.check_number(
                 [
@@ -114,7 +122,7 @@ class Prompts:
             raise
         except Exception as error:  # whatever the template's author had in mind, a mark of a picture in what was said
             raise bad_field("messages", f"the model's chat template does not take them: {error}") from error
-        return Prompt(self.of_text(text, "messages", add_special_tokens=False))
+        return Prompt(self.of_text(text, "messages", add_special_tokens=False), is_source=self._reads_only)
 
     def _read(self, variables: dict[str, Any], has_tools: bool) -> dict[str, Any]:
         """Those variables that the template reads; others would be settings of the tokenizer's or processor's."""

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
@@ -26,6 +27,7 @@ from hf_paged.server.requests import RequestTable
 from hf_paged.server.schemas import SamplingBody
 from hf_paged.server.settings import ServerSettings, name_of
 from hf_paged.server.sizes import most_tokens
+from hf_paged.server.sounds import ears_of
 from hf_paged.server.wakeups import Wakeups
 
 T = TypeVar("T")
@@ -64,7 +66,7 @@ class Serving:
     """
 
     def __init__(self, model: Any, tokenizer: Any, settings: ServerSettings, processor: Any = None) -> None:
-        self._model = model
+        self.model = model
         self.tokenizer = tokenizer
         self.engine: Engine = model.paged
         self.settings = settings
@@ -74,6 +76,7 @@ class Serving:
         self.created = int(time.time())
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
         self.prompts = Prompts(tokenizer, self.vocab_size, settings, processor, model, self._max_characters)
+        self.ears = ears_of(model, processor)
         self.names = TokenNames(tokenizer)
         self.engine.check_adapters(settings.adapters)
         self._adapters = dict.fromkeys(settings.adapters)  # replaced, never changed
@@ -98,16 +101,16 @@ class Serving:
     @property
     def max_model_len(self) -> int:
         """Tokens that a prompt and its text may have together."""
-        positions = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         stats = self.engine.stats()
         config = self.engine.config
         pool = (stats.num_blocks or config.num_blocks or 0) * config.block_size  # it is made when it is first needed
         return min(positions or 1 << 30, pool or 1 << 30)
 
-    async def body(self, request: Request, kind: type[B]) -> B:
+    async def body(self, request: Request, kind: type[B], read: Callable[..., Awaitable[B]] = read_body) -> B:
         if self.is_draining:
             raise ApiError(503, "the server ends", code="draining", headers={"Retry-After": "5"})
-        body = request.state.body = await read_body(request, kind, self.settings, self._pace)
+        body = request.state.body = await read(request, kind, self.settings, self._pace)
         model = getattr(body, "model", None)
         if model is not None and not self.has(model):
             names, more = self.model_names[:8], ", ..." if self.model_names[8:] else ""
@@ -156,6 +159,8 @@ class Serving:
         Raises:
             ApiError: It can't be served, or the queue is full.
         """
+        if self.ears is not None:
+            raise ApiError(400, f"{self.model_name} hears, and reads no text: use /v1/audio/transcriptions", "model")
         if body.priority and not self.settings.allow_priority:
             raise bad_field("priority", "this server takes none; it would with --allow-priority (`allow_priority`)")
         branches, limit = max(body.num_beams, body.num_samples), self.engine.config.max_branches
@@ -166,16 +171,34 @@ class Serving:
         most, number = self.settings.max_waiting, body.num_prompts
         if number > most:
             raise bad_field("prompt", f"{number} are more than the {most} that may wait")
+        async with self.starting(number):
+            return await self._start(request, body, prompts)
+
+    @asynccontextmanager
+    async def starting(self, number: int = 1) -> AsyncIterator[None]:
+        """Around what queues so many requests, while they count as waiting.
+
+        Raises:
+            ApiError: They are too many, or it takes too long.
+        """
+        most = self.settings.max_waiting
         if self.engine.num_waiting + self._num_starting + number > most:
             raise queue_full(f"{most} requests may wait, and so many do: ask again later")
         self._num_starting += number
         try:
-            async with asyncio.timeout(self.settings.request_timeout):
-                return await self._start(request, body, prompts)
-        except TimeoutError:
-            raise too_long(self.settings.request_timeout) from None
+            async with self.in_time():
+                yield
         finally:
             self._num_starting -= number
+
+    @asynccontextmanager
+    async def in_time(self) -> AsyncIterator[None]:
+        """Around what may take as long as a request. Raises `ApiError` if it takes longer."""
+        try:
+            async with asyncio.timeout(self.settings.request_timeout):
+                yield
+        except TimeoutError:
+            raise too_long(self.settings.request_timeout) from None
 
     async def _start(self, request: Request, body: SamplingBody, prompts: Callable[[], list[Prompt]]) -> Generation:
         found = await self.in_thread(prompts, size=body.num_characters)
@@ -226,9 +249,14 @@ class Serving:
         return "__base__" if body.model in (None, self.model_name) else body.model  # also if it is gone by now
 
     def _arguments(self, body: SamplingBody, num_prompt_tokens: int, most: int) -> dict[str, Any]:
+        if self.model.config.is_encoder_decoder:  # what it reads is no part of the text
+            if num_prompt_tokens > self.max_model_len:
+                message = f"the prompt has {num_prompt_tokens} tokens, and the model reads {self.max_model_len}"
+                raise ApiError(400, message, code="context_length_exceeded")
+            num_prompt_tokens = 1
         room = min(self.max_model_len, num_prompt_tokens + most)
         arguments = submit_arguments(body, num_prompt_tokens, room, self._eos, self._pad, self.vocab_size)
-        own = self._model.generation_config
+        own = self.model.generation_config
         neutral = {name: value for name, value in NEUTRAL.items() if getattr(own, name, None) not in (None, value)}
         return neutral | arguments
 

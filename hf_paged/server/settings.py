@@ -33,6 +33,8 @@ class ServerSettings:
         max_pixels: Pixels that a request's pictures may have together; one whose shorter side is below 512 counts as
             scaled up to that.
         max_pixels_at_work: Pixels of all requests before their first token; beyond them the answer is 429.
+        max_audio_bytes: The largest body of a request with a sound in it.
+        max_audio_seconds: The longest sound.
         request_timeout: Seconds after which a request is given up; `None`: never.
         body_timeout: Seconds that a request's body may take to arrive.
         max_head_bytes: The largest head of a request, under `limited_protocol`.
@@ -59,6 +61,8 @@ class ServerSettings:
     max_pictures: int = 10
     max_pixels: int = 33_500_000
     max_pixels_at_work: int = 134_000_000
+    max_audio_bytes: int = 25 << 20
+    max_audio_seconds: float = 900.0
     request_timeout: float | None = 600.0
     body_timeout: float = 30.0
     max_head_bytes: int = 64 << 10

@@ -1,0 +1,109 @@
+"""Sounds of a request: files as they are sent, decoded in blocks up to a limit, at the rate that a model hears at."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from hf_paged import needs
+from hf_paged.server.errors import bad_field
+
+FORMATS = ("WAV", "WAVEX", "RF64", "FLAC", "MP3", "OGG")
+BLOCK = 1 << 18  # numbers that are decoded at once
+RATES = 1_000, 384_000  # samples a second that a file may have
+ZEROS = 24  # of the filter's sinc, on each side
+ROLL_OFF = 0.945  # of the lower of two rates, up to which frequencies are kept
+OUTPUTS = 1 << 13  # samples that are filtered at once
+
+
+def decoded(file: BinaryIO, rate: int, max_seconds: float) -> np.ndarray:
+    """Samples of a file, float32, of one channel, at `rate`.
+
+    Raises:
+        ApiError: It is no sound that can be read, has none, or is longer.
+    """
+    with needs("hf-paged[audio]"):
+        import soundfile
+    try:
+        with soundfile.SoundFile(file) as sound:
+            own, parts, left = sound.samplerate, [], math.floor(max_seconds * sound.samplerate)
+            if sound.format not in FORMATS:
+                raise bad_field("file", f"{sound.format} is not one of {', '.join(FORMATS)}")
+            if not RATES[0] <= own <= RATES[1]:
+                raise bad_field("file", f"{own} samples a second are not between {RATES[0]} and {RATES[1]}")
+            size = max(BLOCK // sound.channels, 1)
+            while len(block := sound.read(size, dtype="float32", always_2d=True)):  # its head may say anything
+                left -= len(block)
+                if left < 0:
+                    raise bad_field("file", f"it is longer than the limit of {max_seconds:g} seconds")
+                parts.append(block.mean(axis=1))
+    except soundfile.SoundFileError as error:
+        raise bad_field("file", f"it is no sound that can be read (wav, flac, mp3, ogg): {error}") from None
+    samples = np.concatenate(parts) if parts else np.zeros(0, np.float32)
+    if not len(samples):
+        raise bad_field("file", "there is no sound in it")
+    return resampled(np.nan_to_num(samples, posinf=0.0, neginf=0.0), own, rate)
+
+
+def resampled(samples: np.ndarray, own: int, rate: int) -> np.ndarray:
+    """The same sound at another rate: `[N]` to `[ceil(N * rate / own)]`, both float32.
+
+    Each sample is a weighted sum of those around its time; weights are a sinc that ends at `ROLL_OFF` of the lower
+    rate's highest frequency, under a Hann window.
+    """
+    if own == rate:
+        return samples
+    up, down = rate // math.gcd(own, rate), own // math.gcd(own, rate)
+    width = ROLL_OFF * min(1.0, rate / own)
+    reach = math.ceil(ZEROS / width)
+    phases = np.arange(up)[:, None] / up  # between two samples
+    times = width * (np.arange(-reach + 1, reach + 1) - phases)
+    window = np.cos(np.clip(times / ZEROS, -1, 1) * np.pi / 2) ** 2
+    weights = (width * np.sinc(times) * window).astype(np.float32)
+    windows = sliding_window_view(np.pad(samples, (reach - 1, reach + 1)), 2 * reach)
+    places = np.arange(-(-len(samples) * up // down)) * down  # in samples, times `up`
+    found = np.empty(len(places), np.float32)
+    for start in range(0, len(places), OUTPUTS):
+        part = places[start : start + OUTPUTS]
+        found[start : start + len(part)] = np.einsum("nt,nt->n", windows[part // up], weights[part % up])
+    return found
+
+
+class Ears:
+    """What makes of sounds what a model's encoder reads.
+
+    Attributes:
+        rate: Samples a second.
+        has_times: The model says when what was said (Whisper).
+    """
+
+    def __init__(self, processor: Any, model: Any) -> None:
+        self._extract = getattr(processor, "feature_extractor", processor)
+        self.rate = int(self._extract.sampling_rate)
+        self.has_times = hasattr(model, "generate_with_fallback")
+        self._model = model
+
+    def heard(self, samples: np.ndarray) -> dict[str, Any]:
+        """Arguments of `submit`."""
+        more: dict[str, Any] = {"return_attention_mask": True}
+        if self.has_times:  # which takes its segments of whole sounds itself
+            is_long = len(samples) > self._extract.n_samples
+            more = {"truncation": False, "padding": "longest"} if is_long else {}
+        found = self._extract(samples, sampling_rate=self.rate, return_tensors="pt", **more)
+        return dict(found.to(self._model.device, self._model.dtype))
+
+
+def ears_of(model: Any, processor: Any) -> Ears | None:
+    """Those of a model whose encoder reads sounds; `None`: it reads something else.
+
+    Raises:
+        ValueError: It has no processor.
+    """
+    if not model.config.is_encoder_decoder or model.main_input_name not in ("input_features", "input_values"):
+        return None
+    if processor is None:
+        raise ValueError(f"{type(model).__name__} hears: give its processor, as create_app(model, tokenizer, processor=...)")
+    return Ears(processor, model)

@@ -23,6 +23,8 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
     AutoProcessor,
     AutoTokenizer,
     TextStreamer,
@@ -338,7 +340,8 @@ def serve(
         str,
         typer.Argument(
             metavar="[NAME_OR_PATH]",
-            help="A causal language model, by name or folder; default: the embedded one.",
+            help="A causal language model, or one with an encoder (T5, Whisper), by name or folder; default: the "
+            "embedded one.",
             show_default=False,
         ),
     ] = str(TINY_MODEL),
@@ -370,6 +373,8 @@ def serve(
     max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; beyond them: 429.")] = 1024,
     max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="The longest prompt.")] = None,
     max_body_mib: Annotated[float, typer.Option(min=0.001, help="The largest body of a request.")] = 4.0,
+    max_audio_mib: Annotated[float, typer.Option(min=0.001, help="The largest body with a sound in it.")] = 25.0,
+    max_audio_seconds: Annotated[float, typer.Option(min=0.1, help="The longest sound.")] = 900.0,
     max_answer_mib: Annotated[
         float, typer.Option(min=0.01, help="The largest answer, as estimated from a request's fields.")
     ] = 64.0,
@@ -421,6 +426,8 @@ def serve(
             max_answer_bytes=int(max_answer_mib * (1 << 20)),
             max_pictures=max_pictures,
             max_pixels=int(max_megapixels * 1e6),
+            max_audio_bytes=int(max_audio_mib * (1 << 20)),
+            max_audio_seconds=max_audio_seconds,
             max_pixels_at_work=int(max_megapixels_at_work * 1e6),
             request_timeout=request_timeout,
             allow_priority=allow_priority,
@@ -428,9 +435,10 @@ def serve(
             public_docs=public_docs,
             cors_origins=tuple(cors_origin or ()),
         )
-        kind = AutoModelForImageTextToText if _sees(model) else AutoModelForCausalLM
+        kind = _kind(model)
         tokenizer, loaded = _load(model, dtype, _device(device), kind)
-        processor = AutoProcessor.from_pretrained(model) if kind is AutoModelForImageTextToText else None
+        has_processor = kind in (AutoModelForImageTextToText, AutoModelForSpeechSeq2Seq)
+        processor = AutoProcessor.from_pretrained(model) if has_processor else None
         patch(loaded, **{name: value for name, value in given.items() if value is not None})
         for name, path in adapters.items():
             loaded.paged.load_adapter(name, path)
@@ -508,12 +516,16 @@ def _adapters(given: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _sees(name: str) -> bool:
-    """Whether it is a model that takes pictures."""
+def _kind(name: str) -> Any:
+    """What loads a model: it takes pictures, hears, reads one text and writes another, or none of these."""
     try:
-        return type(AutoConfig.from_pretrained(name)) in AutoModelForImageTextToText._model_mapping
+        config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError):  # which `_load` says
-        return False
+        return AutoModelForCausalLM
+    kinds: tuple[Any, ...] = (AutoModelForImageTextToText,)
+    if config.is_encoder_decoder:  # Bart's and others' configs are also those of their decoders
+        kinds = AutoModelForSpeechSeq2Seq, AutoModelForSeq2SeqLM, *kinds
+    return next((kind for kind in kinds if type(config) in kind._model_mapping), AutoModelForCausalLM)
 
 
 def _load(name: str, dtype: str, device: torch.device, kind: Any = AutoModelForCausalLM) -> tuple[Any, Any]:

@@ -175,6 +175,31 @@ def test_pictures():
     assert steps < answers * 16, "the users did not share steps"
 
 
+def test_translate():
+    output = run_example("translate.py")
+    assert "heute malt der alte Mann das Meer" in output
+    [(callers, sentences)] = numbers(r"(\d+) callers of (\d+) different sentences", output)
+    beams = re.findall(r"beam \d: source in blocks (\[.*\]), its own tokens in (\[.*\])", output)
+    assert len(beams) == 5 and len({source for source, _ in beams}) == 1 and len({own for _, own in beams}) > 1
+    [(rows, held, unshared)] = numbers(r"(\d+) sequences, source blocks: (\d+), without sharing: (\d+)", output)
+    assert rows == 5 * callers and unshared == 2 * rows and held == 2 * sentences
+    [(tokens, steps)] = numbers(r"(\d+) tokens of \d+ callers in (\d+) model steps", output)
+    assert steps < tokens / callers, "the callers did not share steps"
+    assert "same tokens as stock generate(): True" in output
+
+
+def test_transcribe():
+    output = run_example("transcribe.py")
+    tunes = re.findall(r"played (.*), heard (.*)", output)
+    assert len(tunes) == 4 and all(played == heard for played, heard in tunes)
+    [(users, sources, positions)] = numbers(r"(\d+) users, (\d+) recordings, a source of (\d+) positions", output)
+    [(rows, held, unshared)] = numbers(r"(\d+) sequences, source blocks: (\d+), without sharing: (\d+)", output)
+    assert rows == 4 * users and held == sources * -(-positions // 16) and unshared == rows * -(-positions // 16)
+    [(notes, steps)] = numbers(r"(\d+) notes in (\d+) model steps", output)
+    assert steps < notes
+    assert "same tokens as stock generate(): True" in output
+
+
 def test_web_endpoint():
     output = run_example("web_endpoint.py", "--port", "0")
     [(replies, tokens, steps)] = numbers(r"(\d+) replies, (\d+) tokens in (\d+) model steps", output)

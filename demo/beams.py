@@ -13,8 +13,8 @@ Path = tuple[int, ...]  # the tokens of a beam, prompt not included
 class BeamTree:
     """All beams that were alive after some step. A beam is a sequence, and one that goes on twice is forked."""
 
-    def __init__(self, label: str) -> None:
-        """Of the search of the request with this label."""
+    def __init__(self, label: str | None) -> None:
+        """Of the search of the request with this label; `None`: of the only `generate()` call there is."""
         self.label = label
         self.scores: dict[Path, float | None] = {}  # of every beam that ever was, each behind the one it continues
         self.alive: dict[int, Path] = {}  # the beams of the last step, by sequence

@@ -317,8 +317,8 @@ def names_of(snapshot: dict[str, Any]) -> dict[int, str]:
     return {group: label or f"call-{group}" for group, label in named if group is not None}
 
 
-def find_group(snapshot: dict[str, Any], label: str) -> dict[str, Any] | None:
-    """The sequence group of a request, while it has one."""
+def find_group(snapshot: dict[str, Any], label: str | None) -> dict[str, Any] | None:
+    """The sequence group of a request, while it has one; of a call without a label, the first such group."""
     return next((group for group in snapshot["groups"] if group.get("request_id") == label), None)
 
 

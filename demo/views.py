@@ -51,6 +51,11 @@ def BeamTree(**kwargs: Any) -> gr.HTML:
     return view("beams", ["tree.js"], kwargs)
 
 
+def SourceView(**kwargs: Any) -> gr.HTML:
+    """A source and the beams that read it, block by block. Its value is made by `source_value`."""
+    return view("source", [], kwargs)
+
+
 def MemoryMaps(**kwargs: Any) -> gr.HTML:
     """Reserved and used memory of several runs, to one scale. Its value is made by `memory_maps_value`."""
     return view("memory", [], kwargs)
@@ -216,6 +221,17 @@ def beam_tree_value(nodes: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         if parent is not None and parent not in ids:
             raise ValueError(f"node {node_id} of the beam tree has a parent {parent} that is not in it")
     return {"nodes": rows}
+
+
+def source_value(
+    source: Iterable[tuple[int, str, int]] = (), beams: Iterable[Iterable[tuple[int, str, int]]] = ()
+) -> dict[str, Any]:
+    """What `SourceView` draws: blocks of the source and of each beam; a number, words, and how many have it."""
+
+    def rows(pieces: Iterable[tuple[int, str, int]]) -> list[list[Any]]:
+        return [[block, clean_text(words), readers] for block, words, readers in pieces]
+
+    return {"source": rows(source), "beams": [rows(beam) for beam in beams]}
 
 
 def memory_maps_value(maps: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from ..samples import Branches, beams, samples
 from ..told import told
 from ..views import BeamTree, beam_tree_value
 from .chat import at_rest, seed_control
+from .translation import translation_panel
 from .viewer import owner_of, quietly
 
 SAMPLES, BEAMS, ADAPTERS = "Samples", "Beams", "Adapters"
@@ -49,6 +50,7 @@ def samples_page(hub: Hub, last_run: gr.State) -> None:
     sharing = Notes(elem_id="samples-sharing", value=notes_value([], EMPTY))
     cards = Cards(elem_id="samples-cards")
     tree = BeamTree(elem_id="beam-tree", visible=False)
+    translation_panel(hub)
 
     @told
     async def on_run(

@@ -201,6 +201,28 @@ def test_a_burst_with_preemption(app: Any, hub: Hub, open_tab: OpenTab) -> None:
     assert held_blocks(hub) == 0
 
 
+def test_beams_read_one_source(app: Any, open_tab: OpenTab) -> None:
+    """Would break: a source a beam, or blocks of the source among those of the beams."""
+    page = open_tab(app.url)
+    open_page_tab(page, "Samples & beams")
+    page.locator("#translation").get_by_text("Encoder-decoders").click()
+    page.locator("#translation-run").click()
+    view = page.locator("#translation-view")
+    expect(view).to_contain_text("read by 5 beams", timeout=120_000)  # it is trained first
+    expect(page.locator("#translation-cards article")).to_have_count(5)
+    expect(view.locator(".kv-source li span")).to_have_text(
+        ["the old man paints", "the red house by", "the sea today ·"]
+    )
+    source = set(view.locator(".kv-source li i").all_inner_texts())
+    expect(view.locator(".kv-readers > li")).to_have_count(5)
+    assert source.isdisjoint(view.locator(".kv-readers li i").all_inner_texts())
+    expect(page.locator("#translation-cards")).to_contain_text("heute malt der alte Mann das rote Haus am Meer")
+    expect(page.locator("#translation-run")).to_be_enabled()
+    page.locator("#translation-english textarea").fill("the old man paints the spaceship")
+    page.locator("#translation-run").click()
+    expect(page.get_by_text("has never seen 'spaceship'")).to_be_visible()
+
+
 def test_samples_beams_and_their_memory(app: Any, hub: Hub, open_tab: OpenTab) -> None:
     page = open_tab(app.url)
     open_page_tab(page, "Samples & beams")

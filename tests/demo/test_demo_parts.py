@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import hf_paged
 from demo import frames as frames_module
+from demo import translation as demo_translation
 from demo.__main__ import command
 from demo.beams import BeamTree
 from demo.chat import Reply, reply
@@ -34,8 +35,10 @@ from demo.replays import OURS, Replay
 from demo.run_record import Row, RunRecord, held_rows
 from demo.sharing import group_sharing
 from demo.streams import TextStream, in_thread
+from demo.tiny_translator import END, EXAMPLE, Translator
 from demo.told import raised, told
 from demo.transcripts import Transcripts
+from demo.translation import translate
 from helpers.models import build
 from hf_paged.tools.report import stock_kv_usage
 
@@ -45,6 +48,48 @@ EVIL = "<img src=x onerror=alert(1)> & <script>alert(2)</script> &lt;b&gt;"
 @pytest.fixture(scope="module")
 def loaded() -> Any:
     return load()
+
+
+# --------------------------------------------------------------------------------------------------------- translation
+
+
+def test_a_source_is_there_once_for_all_beams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search that is watched finds what stock does; its source's blocks are no beam's own, and stay."""
+    monkeypatch.setattr("demo.translation.STEP_SECONDS", 0)
+
+    async def run(count: int) -> list[Any]:
+        return [reading async for reading in translate(Limits(), EXAMPLE.upper(), count)]
+
+    readings = [reading for reading in asyncio.run(run(4)) if reading.source]
+    assert len(readings) > 8
+    for reading in readings:
+        assert [piece.words for piece in reading.source] == [
+            "the old man paints",
+            "the red house by",
+            "the sea today ·",
+        ]
+        assert {piece.readers for piece in reading.source} == {4}
+        assert reading.source == readings[0].source
+        own = {piece.block for beam in reading.beams for piece in beam}
+        assert len(reading.beams) == 4 and own.isdisjoint(piece.block for piece in reading.source)
+    translator = demo_translation._made
+    assert translator is not None
+    stock = copy.deepcopy(hf_paged.unpatch(translator.model))
+    hf_paged.patch(translator.model, num_blocks=64, block_size=4)
+    ids = torch.tensor([Translator.encode(EXAMPLE)])
+    rows = stock.generate(ids, num_beams=4, num_return_sequences=4, do_sample=False, max_new_tokens=16).tolist()
+    assert readings[-1].found == [Translator.decode([token for token in row if token > END]) for row in rows]
+    assert all(not reading.found for reading in readings[:-1])
+
+
+@pytest.mark.parametrize(("english", "count"), [("the old spaceship", 4), ("", 4), ("the " * 33, 4), (EXAMPLE, 1)])
+def test_what_can_t_be_translated_is_refused(english: str, count: int) -> None:
+    async def run() -> None:
+        async for _ in translate(Limits(), english, count):
+            pass
+
+    with pytest.raises(RefusedError):
+        asyncio.run(run())
 
 
 # --------------------------------------------------------------------------------------------------------------- beams

@@ -35,6 +35,7 @@ _GONE = {
 _POSITIVE = ("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_waiting", "max_branches")
 
 DEFAULT_SWAP_SPACE_GIB = 4.0
+SWAP_FRACTION = 0.25  # of the CPU memory that is free at first use, and no more than that many GiB
 MAX_GIB = 2**33  # addresses have 63 bits
 MAX_BLOCK_SIZE = 2**24  # tokens: beyond all contexts
 
@@ -83,7 +84,8 @@ class PagedConfig:
             (those that have begun raise `RuntimeError`). A change during a step is undefined, but for one by an
             optimizer within `exact_training`, or within `model.paged.exclusive()`.
         swap_space_gib: CPU memory for swapped blocks, in GiB, taken piece by piece as blocks are swapped; never more
-            than the pool itself. `None`: 4, or none under `preemption="recompute"`.
+            than the pool itself. `None`: a quarter of what is free at first use, 4 at most, or none under
+            `preemption="recompute"`.
         adapter_space_gib: Memory, in GiB, for adapters of `model.paged.load_adapter()` that no request uses.
         kv_cache_dtype: Element type of the pool; `"auto"` is the model's own. The others take about half the memory of
             half precision, and tokens then differ from stock `generate()`. `"int8"` keeps integers up to 127, and for

@@ -17,7 +17,7 @@ from hf_paged.attention.spread_attention import SpreadAttention
 from hf_paged.core.batch import BlockMoves, Copy
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.cache_groups import CacheGroups
-from hf_paged.core.config import DEFAULT_SWAP_SPACE_GIB, PagedConfig, default_memory_fraction
+from hf_paged.core.config import DEFAULT_SWAP_SPACE_GIB, SWAP_FRACTION, PagedConfig, default_memory_fraction
 from hf_paged.core.errors import OutOfBlocksError, UnsupportedModelError
 from hf_paged.core.event_log import EventLog
 from hf_paged.core.policy import policy_of
@@ -25,8 +25,9 @@ from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import SequenceGroup
 from hf_paged.core.source_blocks import SourceBlockManager
 from hf_paged.core.state_blocks import StateBlockManager
+from hf_paged.engine.openmp import warn_of_quota
 from hf_paged.engine.preemption import PreemptionCost
-from hf_paged.memory.kv_cache import KVCache, KVGeometry, check_size, num_blocks_for_memory
+from hf_paged.memory.kv_cache import KVCache, KVGeometry, check_size, free_memory, num_blocks_for_memory
 from hf_paged.memory.spread_cache import SpreadKVCache, shares
 from hf_paged.memory.state_cache import StateLayout
 from hf_paged.memory.streams import among_steps, on_steps_stream
@@ -171,7 +172,8 @@ class KVPool:
     def _num_swap_blocks(self, num_blocks: int) -> int:
         space = self.config.swap_space_gib
         if space is None:
-            space = 0.0 if self.config.preemption == "recompute" else DEFAULT_SWAP_SPACE_GIB
+            free = SWAP_FRACTION * free_memory(torch.device("cpu")) / 2**30
+            space = 0.0 if self.config.preemption == "recompute" else min(DEFAULT_SWAP_SPACE_GIB, free)
         return min(num_blocks, int(space * 2**30) // self.bytes_per_block)
 
     def _prefers_swap(self, group: SequenceGroup) -> bool:
@@ -260,6 +262,8 @@ class KVPool:
             for each in self._model.devices:
                 if (reason := why_not_on(each)) is not None:
                     raise UnsupportedModelError(type(self._model.model).__name__, (reason,))
+            if device.type == "cpu":
+                warn_of_quota(torch.get_num_threads())
             self.release()
             geometry, layout = self.geometry, self.state_layout
             manager = self.manager

@@ -1,12 +1,17 @@
-"""OpenMP's threads, of which torch keeps some for every thread that ever computed something large."""
+"""OpenMP's threads, of which torch keeps some for every thread that ever computed something large; and how many."""
 
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable
 from functools import lru_cache
 
 import torch
+
+from hf_paged.core.control_group import allowed_cpus
+
+logger = logging.getLogger(__name__)
 
 _SOFT = 1  # omp_pause_soft: what was set stays set
 
@@ -22,6 +27,22 @@ def rest_threads() -> None:
     pause = _pause()
     if pause is not None and torch.get_num_threads() > 1:
         pause(_SOFT)
+
+
+@lru_cache
+def warn_of_quota(num_threads: int) -> None:
+    """Warns, once for each number of threads, where a control group allows fewer processors than so many threads use.
+
+    torch counts the machine's cores, whatever share of them its container may use. A team of more threads is stopped
+    for the rest of each period, in the midst of a product, while its others spin.
+    """
+    allowed = allowed_cpus()
+    if allowed is not None and num_threads > max(1.0, allowed):
+        logger.warning(
+            "hf_paged: torch computes on %d threads, and this process's control group (container) allows %g processors: "
+            "steps will stall; call torch.set_num_threads(%d) or set OMP_NUM_THREADS=%d",
+            *(num_threads, allowed, max(1, int(allowed)), max(1, int(allowed))),
+        )
 
 
 @lru_cache

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_paged.core.cache_groups import CacheGroups
+from hf_paged.core.control_group import available_memory
 from hf_paged.kernels.reference import block_sums, elements
 from hf_paged.kernels.transfers import ToHost, to_device
 from hf_paged.memory.state_cache import StateCache, StateLayout
@@ -95,9 +96,12 @@ def num_blocks_for_memory(
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that could be allocated now; on a GPU also what torch keeps and does not use."""
+    """Bytes that could be allocated now; on a GPU also what torch keeps and does not use; on CPU no more than what the
+    control group leaves.
+    """
     if device.type != "cuda":
-        return psutil.virtual_memory().available
+        left, free = available_memory(), int(psutil.virtual_memory().available)
+        return free if left is None else min(left, free)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
 

@@ -47,7 +47,11 @@ def test_allowed_cpus(name: str, tmp_path: Path) -> None:
 MEMORY = {
     "second": (
         "second",
-        {"kube/pod/memory.max": "1000", "kube/pod/memory.current": "700", "kube/pod/memory.stat": "anon 5\ninactive_file 200"},
+        {
+            "kube/pod/memory.max": "1000",
+            "kube/pod/memory.current": "700",
+            "kube/pod/memory.stat": "anon 5\ninactive_file 200",
+        },
         500,
     ),
     "second: less is left around it": (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +37,9 @@ def test_no_weight_leaves_its_file(dtype: torch.dtype, tmp_path: Path) -> None:
     """Would break: a layer that keeps its weights in another order, or type; joined products; tied heads."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 512, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": None, "pad_token_id": 0}
-    for number, config in enumerate((LlamaConfig(**sizes, **heads), Qwen3Config(**sizes, **heads, tie_word_embeddings=True))):
+    for number, config in enumerate(
+        (LlamaConfig(**sizes, **heads), Qwen3Config(**sizes, **heads, tie_word_embeddings=True))
+    ):
         folder = tmp_path / str(number)
         AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
@@ -87,7 +90,8 @@ def test_sizes_are_of_what_the_control_group_leaves(monkeypatch: pytest.MonkeyPa
         pool = model.paged.core.pool
         assert pool.manager.swap_pool is not None
         sizes[left] = pool.num_blocks, pool.manager.swap_pool.num_blocks
-        explicit = hf_paged.patch(build("llama"), max_num_seqs=10**4, swap_space_gib=2**-11).paged.core.pool
+        other = hf_paged.patch(build("llama"), max_num_seqs=10**4, swap_space_gib=2**-11)
+        explicit = other.paged.core.pool
         assert explicit.manager.swap_pool is not None
         assert explicit.manager.swap_pool.num_blocks == min(explicit.num_blocks, 2**19 // pool.bytes_per_block)
     quarter = 2**18 // pool.bytes_per_block
@@ -95,12 +99,14 @@ def test_sizes_are_of_what_the_control_group_leaves(monkeypatch: pytest.MonkeyPa
     assert 4 * sizes[2**20][0] <= sizes[2**22][0] < sizes[None][0]
 
 
-@pytest.mark.parametrize(("allowed", "is_warned"), [(None, False), (8.0, False), (2.0, False), (1.5, True), (0.5, True)])
+@pytest.mark.parametrize(
+    ("allowed", "is_warned"), [(None, False), (8.0, False), (2.0, False), (1.5, True), (0.5, True)]
+)
 def test_a_warning_where_a_container_has_fewer_cores(
     allowed: float | None, is_warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(openmp, "allowed_cpus", lambda: allowed)
-    monkeypatch.setattr(kv_pool, "warn_of_quota", openmp.warn_of_quota.__wrapped__)
+    monkeypatch.setattr(kv_pool, "warn_of_quota", lru_cache(openmp.warn_of_quota.__wrapped__))  # none was given yet
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     model = hf_paged.patch(build("llama"), num_blocks=8)
     with caplog.at_level(logging.WARNING):
@@ -109,7 +115,9 @@ def test_a_warning_where_a_container_has_fewer_cores(
     said = [record.getMessage() for record in caplog.records if "processors" in record.getMessage()]
     assert len(said) == is_warned
     if is_warned:
-        assert "2 threads" in said[0] and f"allows {allowed:g} processors" in said[0] and "set_num_threads(1)" in said[0]
+        assert (
+            "2 threads" in said[0] and f"allows {allowed:g} processors" in said[0] and "set_num_threads(1)" in said[0]
+        )
 
 
 def test_one_thread_is_never_too_many(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Pools of 8 bits: int8 with a scale a token and head, and fp8, by plain torch, in C and in Triton.
+"""Pools of 8 bits, int8 with a scale a token and head and fp8: by plain torch, in C and in Triton.
 
 What the numbers of a pool mean is worked out here once more, a row at a time; the pool is poisoned elsewhere.
 """
@@ -70,18 +70,8 @@ def empty_pool(num_blocks: int, num_heads: int, block_size: int, head_dim: int, 
 
 
 class Batch:
-    def __init__(
-        self,
-        stored: torch.dtype,
-        head_dim: int,
-        queries_per_kv: int = 1,
-        dtype: torch.dtype = F32,
-        mix: str = "mixed",
-        block_size: int = 16,
-        window: int | None = None,
-        softcap: float | None = None,
-        has_sinks: bool = False,
-    ) -> None:
+    def __init__(self, stored: torch.dtype, head_dim: int, queries_per_kv: int, mix: str = "mixed", **own: Any) -> None:
+        dtype, block_size = own.get("dtype", F32), own.get("block_size", 16)
         self.dtype, self.size, self.shapes, num_heads = dtype, block_size, SHAPES[mix], 2
         needed = [-(-length // block_size) for _, length in self.shapes]
         self.null_block = sum(needed)
@@ -102,8 +92,8 @@ class Batch:
                 self.truth[:, 1, part][blocks, :, offsets] = rows
         num_tokens = sum(new for new, _ in self.shapes)
         self.query = strided("transposed", num_tokens, num_heads * queries_per_kv, head_dim, dtype, seed=99)
-        sinks = random_tensor(num_heads * queries_per_kv, dtype=F32, seed=5) if has_sinks else None
-        self.params = AttentionParams(1, 1.3 * head_dim**-0.5, window, softcap, sinks)
+        sinks = random_tensor(num_heads * queries_per_kv, dtype=F32, seed=5) if own.get("has_sinks") else None
+        self.params = AttentionParams(1, 1.3 * head_dim**-0.5, own.get("window"), own.get("softcap"), sinks)
 
     def metadata(self) -> AttentionMetadata:
         new, lengths = zip(*self.shapes)
@@ -273,7 +263,7 @@ def test_all_instructions(instructions: str, stored: torch.dtype, monkeypatch: p
     head_dim = {INT8: 36, E4M3: 21, E5M2: 16}[stored]
     write_both(CPUBackend, BF16, stored, head_dim)
     for mix in SHAPES:
-        batch = Batch(stored, head_dim, 3, BF16, mix, has_sinks=True)
+        batch = Batch(stored, head_dim, 3, mix, dtype=BF16, has_sinks=True)
         assert error_of(batch.attend(CPUBackend(batch.pool, None, BF16)), batch.expected()) < TOLERANCE["cpu"][BF16]
 
 
@@ -303,7 +293,7 @@ def test_attention_in_triton(choice: dict[str, Any]) -> None:
 @pytest.mark.usefixtures("interpreter")
 def test_small_values_of_half_precision() -> None:
     """Would break: weights times scales in float16, which are less than its smallest number."""
-    batch = Batch(INT8, 16, 2, F16)
+    batch = Batch(INT8, 16, 2, dtype=F16)
     codes, scales = parts(batch.pool[:, 1, 1].flatten(2), batch.size)
     scales *= 2.0**-14
     batch.truth[:, 1, 1] *= 2.0**-14

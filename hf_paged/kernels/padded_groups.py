@@ -15,11 +15,13 @@ class GatherView:
     Attributes:
         block_table: `[G, N]` int64, physical blocks to gather; past a sequence's end, the null block.
         mask: `[G, 1, Q, N * block_size]` additive, 0 where a query may attend and -inf elsewhere.
+        first: `[G]` int64, places of the first keys.
         block_rows: Row indices of the gather, the same for all layers; filled in by the first.
     """
 
     block_table: Tensor
     mask: Tensor
+    first: Tensor
     block_rows: Tensor | None = None
 
 
@@ -70,10 +72,11 @@ class PaddedGroup:
             inside = columns < table.shape[1]
             table = table.gather(1, columns.clamp_max(table.shape[1] - 1)).masked_fill(~inside, self.null_block)
         num_keys = table.shape[1] * self.block_size
-        key_positions = start[:, None] * self.block_size + torch.arange(num_keys, device=table.device)
+        first = start * self.block_size
+        key_positions = first[:, None] + torch.arange(num_keys, device=table.device)
         distance = self.query_positions[:, :, None] - key_positions[:, None, :]  # [G, Q, S]
         hidden = distance < 0  # the last query's position is the last token's, so this hides the padding too
         if window is not None:
             hidden |= distance >= window
         mask = torch.zeros(distance.shape, dtype=dtype, device=table.device).masked_fill_(hidden, float("-inf"))
-        return GatherView(table, mask[:, None])
+        return GatherView(table, mask[:, None], first)

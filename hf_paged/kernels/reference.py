@@ -239,7 +239,7 @@ def paged_attention(
             mask = _repeat_mask(view.mask, packed.shape[2])
             result = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scale)
         else:
-            by_place = None if bias is None else _by_place(bias, group, key.shape)
+            by_place = None if bias is None else _by_place(bias, group.query_positions - view.first[:, None], key.shape)
             result = _explicit_attention(packed, key, value, view.mask, scale, softcap, sinks, by_place)
         return _unpack_heads(result, rows.shape[1])
 
@@ -260,10 +260,15 @@ def paged_attention(
     return output
 
 
-def _by_place(bias: Tensor, group: PaddedGroup, shape: torch.Size) -> Tensor:
-    """`[G, num_kv_heads, queries_per_kv, Q, S]`, what a bias by distance adds to the scores of keys of this shape."""
+def _by_place(bias: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
+    """`[G, num_kv_heads, queries_per_kv, Q, S]`, what a bias by distance adds to the scores.
+
+    Args:
+        places: `[G, Q]` int64, of the queries, counted from the first key.
+        shape: Of the keys.
+    """
     columns = torch.arange(shape[2], device=bias.device)
-    distance = (group.query_positions[:, :, None] - columns).clamp(0, bias.shape[1] - 1)
+    distance = (places[:, :, None] - columns).clamp(0, bias.shape[1] - 1)
     return bias[:, distance].transpose(0, 1).unflatten(1, (shape[1], -1))
 
 

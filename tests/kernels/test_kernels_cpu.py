@@ -135,6 +135,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "window": (None, 1, 5, 33),
     "softcap": (None, 50.0, 0.5),
     "sinks": (None, "float32", "the model's"),
+    "bias": (None, 1, 20),  # distances
     "layout": ("contiguous", "transposed", "part of qkv"),
     "mix": (
         "lengths",
@@ -196,6 +197,8 @@ class Batch:
         self.scale = 1.3 * dim**-0.5
         kind = settings["sinks"]
         self.sinks = None if kind is None else random_tensor(num_heads, dtype=F32 if kind == "float32" else self.dtype)
+        distances = settings["bias"]
+        self.bias = None if distances is None else random_tensor(num_heads, distances, dtype=F32, seed=6)
         self.dim = dim
 
     @property
@@ -208,7 +211,7 @@ class Batch:
         return step_metadata(tables, [q for q, _ in shapes], [n for _, n in shapes], self.size, self.null_block, CPU)
 
     def params(self, layer: int) -> AttentionParams:
-        return AttentionParams(layer, self.scale, self.window, self.softcap, self.sinks)
+        return AttentionParams(layer, self.scale, self.window, self.softcap, self.sinks, bias=self.bias)
 
     def expected(self, metadata: AttentionMetadata | None = None) -> Tensor:
         """In float64."""
@@ -221,6 +224,7 @@ class Batch:
             self.window,
             self.softcap,
             None if self.sinks is None else self.sinks.double(),
+            bias=self.bias,
         )
 
     def together(self, most: int) -> cpu.Together:
@@ -236,7 +240,7 @@ class Batch:
     ) -> Tensor:
         """Outputs of all tokens, a sentinel where nothing was written."""
         output = torch.full(self.query.shape, 77.0, dtype=self.dtype)
-        settings = self.scale, self.window, self.softcap, self.sinks
+        settings = self.scale, self.window, self.softcap, self.sinks, self.bias
         decode(self.query, output, pool, self.layer, metadata or self.metadata(), *settings, together=together)
         return output
 
@@ -285,7 +289,7 @@ def test_prompt(choice: dict[str, Any]) -> None:
     found = torch.full(batch.query.shape, 77.0, dtype=batch.dtype)
     numbers = len(batch.query), max(length for _, length in batch.shapes)
     given = (metadata.block_tables, metadata.seq_lens, metadata.query_start_loc, *numbers)
-    settings = (batch.scale, batch.window, batch.softcap, batch.sinks)
+    settings = (batch.scale, batch.window, batch.softcap, batch.sinks, batch.bias)
     step = cpu.StepCalls(kernels, pool)
     step.attend(batch.query, found, batch.layer, step.rows(*given, metadata.query_tiles(at_once)), *settings)
     assert bool((found[:1] == 77.0).all())
@@ -301,7 +305,7 @@ def test_prompt(choice: dict[str, Any]) -> None:
 @pytest.mark.parametrize("mix", ["mixed", "late one-token chunks", "lengths", "one token"])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize(
-    "extra", [{}, {"window": 5}, {"softcap": 0.5}, {"sinks": "the model's", "window": 33}], ids=str
+    "extra", [{}, {"window": 5}, {"softcap": 0.5, "bias": 20}, {"sinks": "the model's", "window": 33}], ids=str
 )
 def test_a_step_of_both_backends(mix: str, dtype: torch.dtype, extra: dict[str, Any]) -> None:
     """Writes, then attention of decodes and prompts in one; the queries as models give them."""

@@ -113,6 +113,7 @@ class LayerAttention:
         softcap: Bound of the scores; 0: none.
         sinks: `[num_heads]` scores or `None`.
         partials: Float32 scratch for split sequences.
+        bias: `[num_heads, distances]` float32, contiguous, or `None`: what is added to scores by distance.
     """
 
     output: Tensor
@@ -127,6 +128,7 @@ class LayerAttention:
     softcap: float
     sinks: Tensor | None
     partials: Tensor
+    bias: Tensor | None = None
 
     @property
     def num_heads(self) -> int:
@@ -188,6 +190,7 @@ class LayerAttention:
             "FORMAT": self.pool_format,
             "NATIVE": self.device.has_native_fp8,
             "HAS_SOFTCAP": self.softcap > 0,
+            "BIAS": 0 if self.bias is None else self.bias.shape[1],
             "num_warps": shape.num_warps,
             "num_stages": shape.num_stages,
         } | FUSION

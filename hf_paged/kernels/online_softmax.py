@@ -34,6 +34,8 @@ def attend_tiles(
     score_scale,
     softcap,
     window,
+    bias,  # pointer to [heads, BIAS] float32, what is added to scores by distance; ignored unless BIAS
+    heads,  # [M], of the query rows
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -42,6 +44,7 @@ def attend_tiles(
     NATIVE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    BIAS: tl.constexpr,  # distances, the last of which stands for all that are farther; 0: none
     MASKED: tl.constexpr,  # whether some row of some tile must not see some token of it
 ):
     """Adds the tiles `[first_tile, last_tile)` to `(acc, row_max, row_sum)`."""
@@ -69,8 +72,12 @@ def attend_tiles(
             scores = tanh(scores * score_scale) * softcap
         else:
             scores = scores * score_scale
-        if MASKED:
+        if MASKED or BIAS > 0:
             distance = positions[:, None] - tokens[None, :]
+        if BIAS > 0:
+            place = tl.minimum(tl.maximum(distance, 0), BIAS - 1)
+            scores += tl.load(bias + heads[:, None] * BIAS + place) * LOG2_E
+        if MASKED:
             visible = distance >= 0
             if HAS_WINDOW:
                 visible = visible & (distance < window)

@@ -32,7 +32,7 @@ _LIBRARY.define(
     "Tensor query_start_loc, Tensor? decode_items, Tensor? split, Tensor? shared_items, Tensor? members, "
     "int max_parts, Tensor? query_items, Tensor? query_split, int query_rows, float scale, int window, float softcap, "
     "Tensor? sinks, Tensor(a!) partials, bool exact=False, "
-    "bool is_padded=False) -> Tensor"
+    "bool is_padded=False, Tensor? bias=None) -> Tensor"
 )
 _LIBRARY.define(
     "write_latents(Tensor latent, Tensor rotary, Tensor(a!) kv_cache, int layer, Tensor slot_mapping) -> ()"
@@ -79,6 +79,7 @@ def _paged_attention(
     partials: Tensor,
     exact: bool = False,
     is_padded: bool = False,
+    bias: Tensor | None = None,
 ) -> Tensor:
     check_kv_cache(kv_cache)
     _check_layer(kv_cache, layer)
@@ -94,6 +95,8 @@ def _paged_attention(
     output = query.new_zeros(query.shape) if is_padded else query.new_empty(query.shape)
     where = output, query, kv_cache, layer, block_tables, seq_lens, query_start_loc.contiguous()
     call = _call(*where, scale, window, softcap, sinks, partials, max_parts)
+    if bias is not None:
+        call.bias = _checked_bias(bias, query)
     if shared_items is not None and members is not None:
         if window:
             raise ValueError(f"tokens are read together by layers without a window, this one's is {window}")
@@ -227,6 +230,14 @@ def _(query: Tensor, *_: object) -> Tensor:
 @torch.library.register_fake("hf_paged::latent_attention", lib=_LIBRARY)
 def _(query: Tensor, _cache: Tensor, _layer: int, latent_dim: int, *_: object) -> Tensor:
     return query.new_empty(*query.shape[:2], latent_dim)
+
+
+def _checked_bias(bias: Tensor, query: Tensor) -> Tensor:
+    if bias.dim() != 2 or bias.shape[0] != query.shape[1] or not bias.shape[1] or bias.dtype != torch.float32:
+        raise ValueError(
+            f"a bias by distance must be [{query.shape[1]}, distances] in float32, got {list(bias.shape)} in {bias.dtype}"
+        )
+    return bias.contiguous()
 
 
 def _check_latents(kv_cache: Tensor) -> None:

@@ -36,6 +36,7 @@ def _decode_kernel(
     seq_lens,  # [S] int32; 0: padding
     items,  # [I, 4] int32: part, sequence, first tile, tiles; a sequence below 0: nothing to do
     sinks,  # [H] or None
+    bias,  # [H, BIAS] float32 or None
     layer,
     scale,
     softcap,
@@ -60,6 +61,7 @@ def _decode_kernel(
     NATIVE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    BIAS: tl.constexpr,  # distances of the bias; 0: none
 ):
     num_group_tiles: tl.constexpr = (GROUP + GROUP_TILE - 1) // GROUP_TILE
     # An item's programs are next to each other: they read the same blocks.
@@ -107,6 +109,8 @@ def _decode_kernel(
         score_scale,
         softcap * LOG2_E,
         window,
+        bias,
+        heads,
         BLOCK_SIZE,
         TILE,
         HEAD_DIM,
@@ -115,6 +119,7 @@ def _decode_kernel(
         NATIVE,
         HAS_WINDOW,
         HAS_SOFTCAP,
+        BIAS,
         True,
     )
 
@@ -218,6 +223,7 @@ def paged_decode(call: LayerAttention, items: Tensor, split: Tensor) -> None:
         call.seq_lens,
         items,
         call.sinks,
+        call.bias,
         call.layer,
         call.scale,
         call.softcap,

@@ -40,6 +40,7 @@ def _prefill_kernel(
     query_start_loc,  # [S + 1] int32
     items,  # [I, 8] int32: part, sequence, first tile, tiles, new token, items of these; a sequence below 0: nothing
     sinks,  # [H] or None
+    bias,  # [H, BIAS] float32 or None
     layer,
     scale,
     softcap,
@@ -65,6 +66,7 @@ def _prefill_kernel(
     NATIVE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    BIAS: tl.constexpr,  # distances of the bias; 0: none
     EXACT: tl.constexpr,
 ):
     item = items + tl.program_id(0) * 8
@@ -130,6 +132,8 @@ def _prefill_kernel(
             score_scale,
             softcap * LOG2_E,
             window,
+            bias,
+            heads,
             BLOCK_SIZE,
             TILE,
             HEAD_DIM,
@@ -138,6 +142,7 @@ def _prefill_kernel(
             NATIVE,
             HAS_WINDOW,
             HAS_SOFTCAP,
+            BIAS,
             stretch != 1,
         )
 
@@ -242,6 +247,7 @@ def paged_prefill(call: LayerAttention, items: Tensor, split: Tensor, rows: int,
         call.query_start_loc,
         items,
         call.sinks,
+        call.bias,
         call.layer,
         call.scale,
         call.softcap,

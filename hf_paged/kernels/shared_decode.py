@@ -31,9 +31,11 @@ def _shared_decode_kernel(
     query,  # [T, H, HEAD_DIM]
     kv_cache,  # [blocks, layers, 2, kv_heads, BLOCK_SIZE, HEAD_DIM]
     block_tables,  # [S, N] int32
+    seq_lens,  # [S] int32; None without a bias, which alone asks for them
     items,  # [J, 4] int32: first member, members, first tile, tiles
     members,  # [S, 4] int32: sequence, its part that item 0 would make, 0, 0
     sinks,  # [H] or None
+    bias,  # [H, BIAS] float32 or None
     layer,
     scale,
     softcap,
@@ -55,6 +57,7 @@ def _shared_decode_kernel(
     FORMAT: tl.constexpr,
     NATIVE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    BIAS: tl.constexpr,  # distances of the bias; 0: none
 ):
     item = tl.program_id(0) // NUM_KV_HEADS
     kv_head = tl.program_id(0) % NUM_KV_HEADS
@@ -76,6 +79,8 @@ def _shared_decode_kernel(
     acc, row_max, row_sum = start_rows(heads, sinks, sinks is not None, M, D)
     if sinks is not None:  # counted once
         row_max = tl.where(first_tile == 0, row_max, float("-inf"))
+    # Wherever the rows are, all of them see these tiles: only a bias asks.
+    positions = rows if seq_lens is None else tl.load(seq_lens + sequences) - 1
     score_scale = scale / softcap if HAS_SOFTCAP else scale * LOG2_E
 
     key_base = kv_cache + tl.cast(layer, tl.int64) * stride_layer + kv_head * tl.cast(stride_head, tl.int64)
@@ -84,7 +89,7 @@ def _shared_decode_kernel(
         row_max,
         row_sum,
         q,
-        rows,  # wherever they are: all of them see these tiles
+        positions,
         key_base,
         key_base + stride_kv,
         block_tables + tl.load(members + first_member * 4).to(tl.int64) * stride_table,
@@ -95,6 +100,8 @@ def _shared_decode_kernel(
         score_scale,
         softcap * LOG2_E,
         0,
+        bias,
+        heads,
         BLOCK_SIZE,
         TILE,
         HEAD_DIM,
@@ -103,6 +110,7 @@ def _shared_decode_kernel(
         NATIVE,
         False,
         HAS_SOFTCAP,
+        BIAS,
         False,
     )
 
@@ -157,9 +165,11 @@ def shared_decode(call: LayerAttention, items: Tensor, members: Tensor) -> None:
         call.query,
         call.pool,
         call.block_tables,
+        None if call.bias is None else call.seq_lens,
         items,
         members,
         call.sinks,
+        call.bias,
         call.layer,
         call.scale,
         call.softcap,

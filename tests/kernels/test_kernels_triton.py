@@ -110,6 +110,7 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
+    bias: int | None = None  # distances that have one of their own
     num_splits: int | None = None
     mix: str = "small"
     pool_dtype: torch.dtype | None = None  # the query's if not given
@@ -124,6 +125,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "window": (None, 1, 33, 64, 533),
     "softcap": (None, 50.0),
     "has_sinks": (False, True),
+    "bias": (None, 1, 30),
     "num_splits": (None, 2, 5),
     "mix": (
         "mixed",
@@ -314,6 +316,8 @@ class Batch:
         self.scale = 0.7 / math.sqrt(dim)
         sinks = 2 * random_tensor(num_heads, dtype=case.dtype, seed=5)
         self.sinks = sinks.to(device) if case.has_sinks else None
+        bias = 2 * random_tensor(num_heads, case.bias or 1, dtype=torch.float32, seed=6)
+        self.bias = bias.to(device) if case.bias else None
 
     def metadata(self, device: torch.device | None = None) -> AttentionMetadata:
         query_lens, seq_lens = zip(*self.shapes)
@@ -322,7 +326,8 @@ class Batch:
         )
 
     def params(self) -> AttentionParams:
-        return AttentionParams(self.layer, self.scale, self.case.window, self.case.softcap, self.sinks)
+        settings = self.case.window, self.case.softcap, self.sinks
+        return AttentionParams(self.layer, self.scale, *settings, bias=self.bias)
 
     def attend(self, query: Tensor | None = None, num_splits: int | None = -1, **changes: Any) -> Tensor:
         """By the kernels, on the CPU."""
@@ -340,6 +345,7 @@ class Batch:
             "sliding_window": case.window,
             "softcap": case.softcap,
             "sinks": None if self.sinks is None else self.sinks.double().cpu(),
+            "bias": None if self.bias is None else self.bias.cpu(),
         }
         return reference.paged_attention(
             self.query.double().cpu(),
@@ -418,9 +424,10 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "window": {"window": 33},
     "softcap": {"softcap": 5.0},
     "sinks": {"has_sinks": True},
-    "all": {"window": 33, "softcap": 5.0, "has_sinks": True},
+    "bias": {"bias": 40},
+    "all": {"window": 33, "softcap": 5.0, "has_sinks": True, "bias": 40},
 }
-PLAIN = {"sliding_window": None, "softcap": None, "sinks": None}
+PLAIN = {"sliding_window": None, "softcap": None, "sinks": None, "bias": None}
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
@@ -589,6 +596,7 @@ SHARED_AXES: dict[str, tuple[Any, ...]] = {
     "window": (None, None, 33),
     "softcap": (None, 50.0),
     "has_sinks": (False, True),
+    "bias": (None, 70),
     "num_splits": (None, 3),
 }
 
@@ -693,6 +701,7 @@ EXACT_AXES: dict[str, tuple[Any, ...]] = {
     "window": (None, 33, 200),
     "softcap": (None, 50.0),
     "has_sinks": (False, True),
+    "bias": (None, 30),
 }
 EXACT_LENGTH = 270
 
@@ -1210,6 +1219,9 @@ def test_bad_attention(device: torch.device) -> None:
         ({"scale": -0.125}, "scale must be above 0, .* got -0.125"),
         ({"softcap": -1.0}, "softcap and window at least 0 .* -1.0"),
         ({"window": -1}, "softcap and window at least 0 .* -1"),
+        ({"bias": torch.zeros(2, 9, device=device)}, r"a bias .* \[4, distances\] in float32, got \[2, 9\]"),
+        ({"bias": torch.zeros(4, 0, device=device)}, r"got \[4, 0\]"),
+        ({"bias": torch.zeros(4, 9, device=device).half()}, r"got \[4, 9\] in torch.float16"),
         ({"partials": torch.zeros(needed - 1, device=device)}, f"hold {needed} float32 numbers, got {needed - 1}"),
         ({"partials": torch.zeros(needed, device=device).half()}, f"hold {needed} float32 .* of torch.float16"),
     ):

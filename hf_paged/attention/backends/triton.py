@@ -209,4 +209,5 @@ class TritonStep:
             self._partials.get(ops.partials_size(max_parts, query.shape[1], query.shape[2]), query.device),
             self._exact,
             metadata.is_recorded and metadata.max_query_len > 1,
+            params.bias,
         )

@@ -49,5 +49,5 @@ def _follows(model: Any) -> bool:
 
 
 def _digest(row: Tensor) -> bytes:
-    content = row.cpu().contiguous().view(torch.uint8).numpy()
+    content = row.cpu().contiguous().view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(content).digest() + repr((row.dtype, row.shape)).encode()

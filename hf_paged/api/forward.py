@@ -71,8 +71,13 @@ def _exactly(self: Any, forwards: Any, given: dict[str, Any]) -> Any:
 def _encoded_before(self: Any, given: dict[str, Any]) -> dict[str, Any]:
     """What a forward is to be given as well that Whisper's `generate()` makes, by name, to look at its audio."""
     features = given.get("input_features")
-    is_whispers = decodes_again(self) and call_context().encodings is not None and features is not None
-    if not is_whispers or given.get("encoder_outputs") or any(name.startswith("output_") for name in given):
+    is_whispers = decodes_again(self) and call_context().encodings is not None
+    if (
+        not is_whispers
+        or features is None
+        or given.get("encoder_outputs")
+        or any(name.startswith("output_") for name in given)
+    ):
         return {}
     return {"encoder_outputs": encoded(self, features, lambda: self.get_encoder()(features))}
 

@@ -92,7 +92,11 @@ def _encoding(name: str) -> Callable[..., Any]:
     """Replaces what runs the encoder for a call: it doesn't run again for what it has just read."""
 
     def prepare(
-        self: Any, inputs_tensor: Tensor, model_kwargs: dict[str, Any], model_input_name: str | None, generation_config: Any
+        self: Any,
+        inputs_tensor: Tensor,
+        model_kwargs: dict[str, Any],
+        model_input_name: str | None,
+        generation_config: Any,
     ) -> Any:
         run = functools.partial(
             getattr(super(PagedGenerationMixin, self), name),

@@ -178,8 +178,8 @@ class Engine(Lasting):
         Sampling draws as `model.generate()` would from the state of torch's global generator at this moment; after a
         sampling request the global generator is reseeded from itself, so that the next one draws other numbers.
 
-        Whisper's `generate()`, which decodes segment by segment, runs as a whole on a thread of the engine's: its tokens
-        come at the end, and what it returned is `returned` of the result.
+        Whisper's `generate()`, which decodes segment by segment, runs as a whole on a thread of the engine's: its
+        tokens come at the end, and what it returned is `returned` of the result.
 
         Raises:
             ValueError: What `model.generate()` would raise for these arguments; a batch; a prompt that could never fit.

@@ -77,7 +77,7 @@ def run_prepared(
     }
 
 
-def run_whole(call: Callable[[], Any], states: GeneratorStates, state: RequestState) -> dict[str, Any]:
+def run_whole(call: Callable[[], Any], states: GeneratorStates, _state: RequestState) -> dict[str, Any]:
     """A `generate()` that runs loops of its own and makes something of what they return, as Whisper's.
 
     Args:

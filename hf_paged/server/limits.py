@@ -112,7 +112,7 @@ async def read_body(request: Request, kind: type[B], settings: ServerSettings, p
     return await pace.run(_parsed, kind, data)
 
 
-async def read_form(request: Request, kind: type[B], settings: ServerSettings, pace: Pace) -> B:
+async def read_form(request: Request, kind: type[B], settings: ServerSettings, _pace: Pace) -> B:
     """A request's body that is a form with a file in it, which the body takes.
 
     Raises:

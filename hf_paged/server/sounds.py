@@ -105,5 +105,7 @@ def ears_of(model: Any, processor: Any) -> Ears | None:
     if not model.config.is_encoder_decoder or model.main_input_name not in ("input_features", "input_values"):
         return None
     if processor is None:
-        raise ValueError(f"{type(model).__name__} hears: give its processor, as create_app(model, tokenizer, processor=...)")
+        raise ValueError(
+            f"{type(model).__name__} hears: give its processor, as create_app(model, tokenizer, processor=...)"
+        )
     return Ears(processor, model)

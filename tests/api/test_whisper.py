@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutomaticSpeechRecognitionPipeline
-from transformers import AutomaticSpeechRecognitionPipeline
 
 import hf_paged
 from helpers import speech
@@ -87,12 +86,13 @@ def test_short_form(whisper: Pair, name: str, rows: int) -> None:
     assert whisper.delta["num_steps"] > 0
 
 
-@pytest.mark.parametrize(
-    "lengths", [pytest.param([230], marks=pytest.mark.slow), [150, 90, 130]], ids=["one", "three"]
-)
+@pytest.mark.parametrize("lengths", [pytest.param([230], marks=pytest.mark.slow), [150, 90, 130]], ids=["one", "three"])
 @pytest.mark.parametrize("name", list(LONG))
 def test_long_form(whisper: Pair, name: str, lengths: list[int]) -> None:
-    given = {"input_features": speech.features(len(lengths), max(lengths)), "attention_mask": speech.frames_mask(lengths)}
+    given = {
+        "input_features": speech.features(len(lengths), max(lengths)),
+        "attention_mask": speech.frames_mask(lengths),
+    }
     whisper.generate(**given, **LONG[name])
     assert whisper.delta["num_steps"] > 0
 
@@ -181,6 +181,8 @@ def test_callers_on_threads_get_what_they_get_alone(whisper: Pair) -> None:
     given = [speech.features(1, 100 if calls[p] in SHORT.values() else 150, seed=p) for p in range(len(calls))]
     expected = [whisper.stock.generate(each, **call) for each, call in zip(given, calls, strict=True)]
     with ThreadPoolExecutor(len(calls)) as threads:
-        running = [threads.submit(whisper.paged.generate, each, **call) for each, call in zip(given, calls, strict=True)]
+        running = [
+            threads.submit(whisper.paged.generate, each, **call) for each, call in zip(given, calls, strict=True)
+        ]
         found = [each.result() for each in running]
     assert_same(expected, found)

@@ -16,6 +16,8 @@ from transformers import (
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from helpers.sources import sharpened
+
 LANGUAGES = ("en", "fr", "de")
 SPECIAL = (
     "<|endoftext|>",
@@ -58,13 +60,7 @@ def tiny_whisper(seed: int = 0) -> Any:
         suppress_tokens=None,
         begin_suppress_tokens=None,
     )
-    model = WhisperForConditionalGeneration(config).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                size = 1.4 / parameter.shape[-1] ** 0.5
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)
+    model: Any = sharpened(WhisperForConditionalGeneration(config), seed)
     model.generation_config = GenerationConfig(
         decoder_start_token_id=SOT,
         eos_token_id=EOS,

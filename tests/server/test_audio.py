@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any, get_args, get_type_hints
@@ -136,7 +137,9 @@ def test_formats(hearing: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     vtt = ask(hearing, sound=sound, response_format="vtt", language="en").text
     times = [line for line in srt.splitlines() if "-->" in line]
     assert times and srt.startswith("1\n00:00:0") and all("," in line for line in times)
-    assert vtt.startswith("WEBVTT\n\n00:00:0") and vtt.count("-->") == len(times) and "," not in times[0].replace(",", ".")
+    assert (
+        vtt.startswith("WEBVTT\n\n00:00:0") and vtt.count("-->") == len(times) and "," not in times[0].replace(",", ".")
+    )
 
 
 def test_what_a_request_asks_for_changes_it(hearing: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +205,9 @@ def test_broken_files_and_forms(hearing: Served) -> None:
     refused(ask(hearing, sound=("a.wav", b"")), "file")
     refused(ask(hearing, sound=file_of(np.zeros(0))), "file")
     refused(ask(hearing, sound=file_of(speech.sound(0.2), "aiff")), "file")
-    assert "limit of 6 seconds" in refused(ask(hearing, sound=file_of(speech.sound(MAX_SECONDS + 0.1, rate=8000), "flac", 8000)), "file")
+    assert "limit of 6 seconds" in refused(
+        ask(hearing, sound=file_of(speech.sound(MAX_SECONDS + 0.1, rate=8000), "flac", 8000)), "file"
+    )
     refused(ask(hearing, sound=file_of(np.zeros(600), rate=500)), "file")
     path = "/v1/audio/transcriptions"
     refused(hearing.http.post(path, json={"file": "a"}))
@@ -215,7 +220,10 @@ def test_broken_files_and_forms(hearing: Served) -> None:
 
 
 def test_text_is_refused(hearing: Served) -> None:
-    for path, body in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": [{"role": "user", "content": "a"}]})):
+    for path, body in (
+        ("completions", {"prompt": "a"}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ):
         assert "audio/transcriptions" in refused(hearing.post(f"/v1/{path}", body), "model")
     page = hearing.http.get("/openapi.json").json()
     content = page["paths"]["/v1/audio/transcriptions"]["post"]["requestBody"]["content"]
@@ -227,9 +235,7 @@ def test_a_client_that_goes_away_ends_its_transcription(hearing: Served) -> None
 
     def go() -> None:
         with pytest.raises(Exception, match="timed out"):
-            hearing.http.post(
-                "/v1/audio/transcriptions", files={"file": file_of(speech.sound(5.9, 3))}, timeout=0.7
-            )
+            hearing.http.post("/v1/audio/transcriptions", files={"file": file_of(speech.sound(5.9, 3))}, timeout=0.7)
 
     thread = threading.Thread(target=go)
     thread.start()
@@ -247,7 +253,9 @@ def test_a_model_without_times_gives_text(monkeypatch: pytest.MonkeyPatch) -> No
                         bos_token_id=1, eos_token_id=2, pad_token_id=2, decoder_start_token_id=1, **sizes)
     ).eval()  # fmt: skip
     expected = model.generate(torch.from_numpy(speech.sound(0.7))[None], max_new_tokens=39)
-    with serving(ServerSettings(model_name="tiny"), model, tiny_tokenizer(), Wav2Vec2FeatureExtractor(do_normalize=False)) as served:
+    with serving(
+        ServerSettings(model_name="tiny"), model, tiny_tokenizer(), Wav2Vec2FeatureExtractor(do_normalize=False)
+    ) as served:
         sound = file_of(speech.sound(0.7), subtype="FLOAT")
         text = tiny_tokenizer().decode(expected[0, 1:], skip_special_tokens=True).strip()
         assert ask(served, sound=sound).json()["text"] == text
@@ -257,7 +265,10 @@ def test_a_model_without_times_gives_text(monkeypatch: pytest.MonkeyPatch) -> No
         refused(ask(served, "translations", sound=sound), "model")
 
 
-def test_a_model_that_hears_needs_its_processor() -> None:
+def test_a_model_that_hears_needs_its_processor_and_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     model = hf_paged.patch(speech.tiny_whisper(), num_blocks=32)
     with pytest.raises(ValueError, match="processor"):
         create_app(model, speech.tokenizer())
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    with pytest.raises(ModuleNotFoundError, match=r"hf-paged\[audio\]"):
+        create_app(model, speech.tokenizer(), processor=speech.feature_extractor())

@@ -7,24 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BartConfig, BartForConditionalGeneration
 
 from helpers.models import tiny_tokenizer
 from helpers.serving import Served, serving
+from helpers.sources import tiny_bart
 from hf_paged.server import ServerSettings
 
 POSITIONS = 40
 
 
 def tiny_translator() -> Any:
-    sizes = {f"{part}_{name}": value for part in ("encoder", "decoder") for name, value in
-             {"layers": 1, "attention_heads": 2, "ffn_dim": 48}.items()}  # fmt: skip
-    config = BartConfig(
-        vocab_size=2048, d_model=32, max_position_embeddings=POSITIONS, forced_eos_token_id=None, pad_token_id=0,
-        bos_token_id=1, eos_token_id=2, decoder_start_token_id=2, init_std=0.5, **sizes,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return BartForConditionalGeneration(config).eval()
+    return tiny_bart(2048, POSITIONS, pad_token_id=0, bos_token_id=1)
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import WhisperProcessor
 from typer.testing import CliRunner
 
+from helpers import speech
 from helpers.models import tiny_lm, tiny_tokenizer
+from helpers.sources import tiny_bart
 from hf_paged.server import create_app
 from hf_paged.tools.cli import app, read_prompts
 
@@ -241,3 +244,21 @@ def test_serve_takes_dtype_and_name_from_the_folder(tmp_path, monkeypatch, optio
     assert (str(loaded.dtype), settings.model_name) == (f"torch.{dtype}", name)
     assert settings.public_docs == bool(options)
     assert create_app(loaded, tokenizer).state.serving.model_name == "my-model"  # without the command line
+
+
+@pytest.mark.parametrize("kind", ["hears", "reads"])
+def test_serve_loads_models_with_an_encoder_whole(tmp_path, monkeypatch, kind):
+    """Would break: the decoder alone, which has such a config, too; a model that hears without its processor."""
+    model = speech.tiny_whisper() if kind == "hears" else tiny_bart(2048)
+    parts = [model, WhisperProcessor(speech.feature_extractor(), speech.tokenizer())]
+    for part in parts if kind == "hears" else (model, tiny_tokenizer()):
+        part.save_pretrained(tmp_path / "model")
+    served = []
+    monkeypatch.setattr("hf_paged.server.run.run_server", lambda *given: served.append(given))
+    result = invoke("serve", tmp_path / "model", "--num-blocks", 64, "--max-audio-seconds", 60)
+    assert result.exit_code == 0, result.output
+    loaded, tokenizer, settings = served[0][:3]
+    processor = served[0][-1]
+    assert loaded.config.is_encoder_decoder and settings.max_audio_seconds == 60
+    paths = set(create_app(loaded, tokenizer, settings, processor=processor).openapi()["paths"])
+    assert ("/v1/audio/transcriptions" in paths) == (kind == "hears") == (processor is not None)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_paged
 from helpers.models import build, random_ids
@@ -97,3 +98,27 @@ def test_a_full_queue_behind_a_request_that_generates(make_pair: MakePair) -> No
     assert others[0].result(PATIENCE).sequences == stock_rows(pair.stock, INNER, **BEAMS)
     assert others[1][:, 6:].tolist() == stock_rows(pair.stock, INNER, **PLAIN)
     settle(pair)
+
+
+class Drawing(LogitsProcessor):
+    """Has the model draw, by one of transformers' loops, and notes what."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.drawn: list[list[int]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        given = {"max_new_tokens": 2, "do_sample": True, "return_dict_in_generate": True}
+        self.drawn.append(self._model.generate(input_ids[:1], **given).sequences[0, -2:].tolist())
+        return scores
+
+
+def test_what_a_requests_processor_draws_moves_its_draws_on(make_pair: MakePair) -> None:
+    """As in `generate()`. Would break: the same numbers in every call of a loop inside a request."""
+    pair = make_pair()
+    stock, own = Drawing(pair.stock), Drawing(pair.paged)
+    sampling: dict[str, Any] = {"max_new_tokens": 5, "do_sample": True}
+    torch.manual_seed(3)
+    expected = pair.stock.generate(torch.tensor([INNER]), logits_processor=LogitsProcessorList([stock]), **sampling)
+    found = pair.engine.submit(INNER, logits_processor=LogitsProcessorList([own]), seed=3, **sampling).result(PATIENCE)
+    assert own.drawn == stock.drawn and found.token_ids == expected[0, len(INNER) :].tolist()

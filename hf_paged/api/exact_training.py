@@ -72,6 +72,7 @@ def why_not(model: Any) -> tuple[str, ...]:
         "its layers keep a state": bool(traits.states),
         "some of its layers attend to others' keys": None in traits.layers or traits.shares_attention,
         "it is multimodal": engine.core.bound.wrapper is not None,
+        "it has an encoder": bool(traits.cross),
         f"keys and values are rounded: kv_cache_dtype={config.kv_cache_dtype!r}": config.kv_cache_dtype != "auto",
         "compile_decode=True": config.compile_decode,
     }

@@ -91,7 +91,9 @@ class Forwards:
         if any(given.get(name) is not None for name in CACHE_ARGUMENTS):
             return False
         use_cache = given.get("use_cache")
-        return torch.is_grad_enabled() or not (self._model.config.use_cache if use_cache is None else use_cache)
+        return torch.is_grad_enabled() or not (
+            getattr(self._model.config, "use_cache", True) if use_cache is None else use_cache
+        )
 
     def forward(self, given: dict[str, Any]) -> CausalLMOutputWithPast:
         """Such a call. Logits of padding are zeros.

@@ -15,10 +15,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
 from hf_paged.core.errors import UnsupportedModelError
 from hf_paged.model import exact_operations
 from hf_paged.sampling.logprobs import log_probs
+
+logger = logging.get_logger(__name__)
 
 TESTED = ("1.16",)
 """Versions, by their beginnings: what is done here follows from a private function of theirs."""
@@ -42,6 +45,11 @@ def exact_head(model: Any, forwards: Forwards) -> Iterator[None]:
     fused = vars(model).get("forward")
     if not _is_fused(fused):
         yield
+        if _is_fused(vars(model).get("forward")):
+            logger.warning(
+                "hf_paged: a trainer of TRL's was made within exact_training, and its log-probabilities were stock's: "
+                "make the trainer first"
+            )
         return
     if not version("trl").startswith(tuple(f"{own}." for own in TESTED)):
         reason = f"TRL {version('trl')} is on it, and only TRL {', '.join(TESTED)} is tested"

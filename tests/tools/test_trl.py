@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 import hf_paged
 from helpers.models import TINY_LM, tiny_tokenizer
+from helpers.pairs import logged_messages
 from hf_paged.engine.calls import Calls
 from hf_paged.integrations import trl as integration
 from hf_paged.sampling.logprobs import LogprobsWanted
@@ -194,6 +195,10 @@ def test_other_versions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     trainer = trainer_of("GRPO", model, [], tmp_path, gradient_checkpointing=True)
     with hf_paged.exact_training(model), pytest.raises(ValueError, match="it is one already"):
         trainer.train()
+    model = hf_paged.patch(AutoModelForCausalLM.from_pretrained(TINY_LM), num_blocks=256)
+    with logged_messages() as messages, hf_paged.exact_training(model):
+        trainer_of("GRPO", model, [], tmp_path, gradient_checkpointing=False)
+    assert "make the trainer first" in str(messages)
     monkeypatch.setattr(integration, "version", lambda _: "9.9.0")
     with pytest.raises(ValueError, match=r"TRL 9\.9\.0 is on it"), hf_paged.exact_training(model):
         pass

@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from hf_paged.core.errors import UnsupportedModelError
 from hf_paged.model import exact_operations
+from hf_paged.model.exact_forward import Product
 from hf_paged.sampling.logprobs import log_probs
 
 logger = logging.get_logger(__name__)
@@ -83,26 +84,11 @@ def _is_fused(forward: Any) -> bool:
 
 
 def _wide_head(head: Any, states: Tensor) -> Tensor:
-    """What `cast_lm_head_to_fp32` makes of a head, in rollouts as well."""
-    found: Tensor = _WideProduct.apply(states, head.weight, head.bias)
+    """What `cast_lm_head_to_fp32` makes of a head, in rollouts as well, each row with one order of sums."""
+    with torch.no_grad():
+        value = exact_operations.linear(states.detach().float(), head.weight, head.bias)
+    found: Tensor = Product.apply([value], states, head.weight, head.bias)
     return found
-
-
-class _WideProduct(torch.autograd.Function):
-    """A linear layer in float32 behind layers of another type, each row with one order of sums."""
-
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(states, weight)
-        ctx.has_bias = bias is not None
-        return exact_operations.linear(states.float(), weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        states, weight = ctx.saved_tensors
-        rows = grad.flatten(0, -2)
-        of_weight = rows.t() @ states.flatten(0, -2).float() if ctx.needs_input_grad[1] else None
-        return (grad @ weight).to(states.dtype), of_weight, rows.sum(dim=0) if ctx.has_bias else None
 
 
 def _fused(forwards: Forwards, settings: dict[str, Any], args: Any, kwargs: dict[str, Any]) -> Any:

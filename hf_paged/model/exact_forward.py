@@ -85,6 +85,26 @@ class _Given(torch.autograd.Function):
         return (None, None, None, *wanted)
 
 
+class Product(torch.autograd.Function):
+    """A linear layer's value as it is given, in a list, and its gradients, for which nothing is computed again."""
+
+    @staticmethod
+    def forward(ctx: Any, value: list[Tensor], states: Tensor, weight: Tensor, _: Tensor | None) -> Tensor:
+        ctx.save_for_backward(states, weight)
+        return value.pop()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        states, weight = ctx.saved_tensors
+        rows, (_, for_states, for_weight, for_bias) = grad.flatten(0, -2), ctx.needs_input_grad
+        return (
+            None,
+            (grad @ weight).to(states.dtype) if for_states else None,
+            rows.t() @ states.flatten(0, -2).to(weight.dtype) if for_weight else None,
+            rows.sum(dim=0) if for_bias else None,
+        )
+
+
 class _Differentiable(ModuleOverride):
     """A module whose value is what stands in for it, or for its parts, in the engine's forwards.
 
@@ -110,6 +130,8 @@ class _Differentiable(ModuleOverride):
                 Tensor, lambda each: each.detach() if each.requires_grad else each, (args, kwargs)
             )
             values = call(*own, **named)
+        if type(self.module) is nn.Linear and len(args) == 1 and not kwargs:
+            return Product.apply([values], args[0], self.module.weight, self.module.bias)
         made = _Call(self.module, args, kwargs, values, self.step)
         parameters = [each for each in self.module.parameters() if each.requires_grad]
         if not parameters and (not made.inputs or self._ends_gradients(made)):

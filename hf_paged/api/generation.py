@@ -247,7 +247,7 @@ class PagedGenerationMixin(PagedBatchMixin):
         with deferred_interrupt(), allowed_interrupt():
             states = DRAWS.states(core.generator_devices)
             host = None
-            if device.type == "cuda":
+            if device.type == "cuda" and not self.config.is_encoder_decoder:  # whose encoder is run before the loop
                 host = HostCall.of(self, device, args, kwargs, is_submitted)
             if host is not None:
                 args, kwargs = (), host.arguments

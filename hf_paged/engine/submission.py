@@ -33,6 +33,7 @@ from hf_paged.engine.room import Room
 from hf_paged.engine.run import Run
 from hf_paged.engine.sampled_run import CallRows
 from hf_paged.engine.scoring import LogitRows
+from hf_paged.kernels.transfers import to_device
 from hf_paged.model.weights_version import WeightsKey
 from hf_paged.parallel.channel import RankError
 from hf_paged.sampling.controls import GeneratedTokenPenalties, SamplingControls
@@ -144,7 +145,12 @@ class Submissions:
         if not model.config.is_encoder_decoder:
             prompt: Tensor | None = one_prompt(input_ids, model)
         else:
-            prompt = one_source(input_ids, arguments, model)
+            device, source = self._core.bound.placement[1], one_source(input_ids, arguments, model)
+            prompt = source if source is None else to_device(source, device)
+            arguments = {  # which the encoder is run with here
+                name: to_device(value, device) if isinstance(value, Tensor) else value
+                for name, value in arguments.items()
+            }
         with self._admitted(request_id) as name, within(encodings={}):
             call = self._prepare(prompt, generation_config, arguments, controls)
             begin: _Begin

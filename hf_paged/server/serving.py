@@ -101,10 +101,12 @@ class Serving:
     @property
     def max_model_len(self) -> int:
         """Tokens that a prompt and its text may have together."""
-        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        config = self.model.config.get_text_config()
+        names = "max_position_embeddings", "max_target_positions"  # the latter of models that hear
+        positions = next((own for name in names if (own := getattr(config, name, None))), None)
         stats = self.engine.stats()
-        config = self.engine.config
-        pool = (stats.num_blocks or config.num_blocks or 0) * config.block_size  # it is made when it is first needed
+        settings = self.engine.config
+        pool = (stats.num_blocks or settings.num_blocks or 0) * settings.block_size  # it is made when it is first needed
         return min(positions or 1 << 30, pool or 1 << 30)
 
     async def body(self, request: Request, kind: type[B], read: Callable[..., Awaitable[B]] = read_body) -> B:

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -49,6 +50,7 @@ from transformers import (
 from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
 KINDS = ("bart", "whisper")
+CELLS = ("memory", "arrivals")
 SOURCES, BEAMS, NEW_TOKENS = 8, 5, 32
 USERS, SHARE = 32, 0.7
 SHORTEST, SHORT, LONGEST = 16, 150, 512
@@ -184,14 +186,14 @@ def measure_batch(children: list[Child], reps: int, options: dict[str, Any]) -> 
 
 
 def measure_arrivals(
-    children: list[Child], batch: list[dict[str, Any]], options: dict[str, Any]
+    children: list[Child], batch: list[dict[str, Any]], reps: int, options: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """At 70 % of CTranslate2's rate in batches, or of ours where it is missing."""
     peers = [child for child in children if child.engine in ("hf_paged", "ctranslate2")]
     capacity = {row["engine"]: SOURCES / row["seconds"] for row in batch}
     rate = SHARE * capacity.get("ctranslate2", capacity["hf_paged"])
     rows: dict[str, list[dict[str, float]]] = {child.engine: [] for child in peers}
-    for number in tqdm(range(3), desc="arrivals"):
+    for number in tqdm(range(reps), desc="arrivals"):
         draw = np.random.default_rng(1000 + number)
         arrivals = np.cumsum(draw.exponential(1 / rate, USERS)).tolist()
         order = {"do": "arrivals", "lengths": lengths(USERS, SHORTEST, 1000 + number), "seed": 1000 + number}
@@ -221,7 +223,8 @@ def measure_memory(children: list[Child], options: dict[str, Any]) -> list[dict[
     return rows
 
 
-def measure(kind: str, given: Any) -> dict[str, Any]:
+def measure(kind: str, given: Any) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """The rows of each cell, as soon as there are some."""
     pythons = {"stock": sys.executable, "stock, batched": sys.executable, "hf_paged": sys.executable}
     if given.ctranslate2 is not None:
         pythons["ctranslate2"] = str(given.ctranslate2 / "bin" / "python")
@@ -232,46 +235,46 @@ def measure(kind: str, given: Any) -> dict[str, Any]:
         (save_bart if kind == "bart" else save_whisper)(folder, given.quick)
         children = [Child(engine, python, folder, kind, given.threads) for engine, python in pythons.items()]
         batch = measure_batch(children, given.reps, options)
-        found = {"batch": batch, "arrivals": measure_arrivals(children, batch, options)}
-        found["memory"] = measure_memory(children, options)
+        yield "batch", batch
+        if "memory" in given.cells:
+            yield "memory", measure_memory(children, options)
+        if "arrivals" in given.cells:
+            yield "arrivals", measure_arrivals(children, batch, given.reps, options)
         for child in children:
             child.close()
-    return found
+
+
+def show_rows(title: str, rows: list[dict[str, Any]]) -> None:
+    columns = [column for column in dict.fromkeys(name for row in rows for name in row) if column != "all"]
+    table = Table(*columns, title=title)
+    for row in rows:
+        values = [row.get(column, "") for column in columns]
+        table.add_row(*[f"{value:.3g}" if isinstance(value, float) else str(value) for value in values])
+    show(table)
 
 
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--ctranslate2", type=Path, metavar="VENV", help="environment it is installed in")
     arguments.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    arguments.add_argument("--cells", nargs="*", choices=CELLS, default=list(CELLS), help="besides the batch")
     arguments.add_argument("--reps", type=int, default=5)
     arguments.add_argument("--threads", type=int, default=2)
     arguments.add_argument("--quick", action="store_true", help="tiny shapes and 8 new tokens: figures mean nothing")
     given = arguments.parse_args()
     quiet()
     assert TEXT_TOKENS < BART_TOKENS
-    results: dict[str, Any] = {}
-    for kind in given.kinds:
-        results[kind] = measure(kind, given)
-        for cell, rows in results[kind].items():
-            columns = [column for column in dict.fromkeys(name for row in rows for name in row) if column != "all"]
-            table = Table(*columns, title=f"{kind}: {cell}")
-            for row in rows:
-                values = [row.get(column, "") for column in columns]
-                table.add_row(*[f"{value:.3g}" if isinstance(value, float) else str(value) for value in values])
-            show(table)
     facts = device_facts(torch.device("cpu")) | {"threads": given.threads}
-    peers = ["-m", "pip", "list", "--format", "freeze"]
-    listed = (
-        ""
-        if given.ctranslate2 is None
-        else subprocess.check_output([given.ctranslate2 / "bin" / "python", *peers], text=True)
-    )
-    about = {"device": facts, "peers": [line for line in listed.split() if line.startswith("ctranslate2")]}
-    save(
-        given.out / "encoder_decoders.json",
-        about | {"beams": BEAMS, "sources": SOURCES, "is_quick": given.quick},
-        results,
-    )
+    about: dict[str, Any] = {"device": facts, "beams": BEAMS, "sources": SOURCES, "is_quick": given.quick}
+    if given.ctranslate2 is not None:
+        command = [given.ctranslate2 / "bin" / "python", "-c", "import ctranslate2; print(ctranslate2.__version__)"]
+        about["ctranslate2"] = subprocess.check_output(command, text=True).strip()
+    results: dict[str, Any] = {kind: {} for kind in given.kinds}
+    for kind in given.kinds:
+        for cell, rows in measure(kind, given):
+            results[kind][cell] = rows
+            show_rows(f"{kind}: {cell}", rows)
+            save(given.out / "encoder_decoders.json", about, results)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ class Transformers:
         if engine == "hf_paged":
             import hf_paged
 
-            self.model = hf_paged.patch(self.model, num_blocks=6144)
+            self.model = hf_paged.patch(self.model, num_blocks=4096)
 
     def call(self, sources: list[Any], order: Order) -> dict[str, Any]:
         """Arguments of `generate()`."""

@@ -218,6 +218,9 @@ def test_beams_read_one_source(app: Any, open_tab: OpenTab) -> None:
     assert source.isdisjoint(view.locator(".kv-readers li i").all_inner_texts())
     expect(page.locator("#translation-cards")).to_contain_text("heute malt der alte Mann das rote Haus am Meer")
     expect(page.locator("#translation-run")).to_be_enabled()
+    assert fits(page)
+    found = Axe().run(page, context="#translation", options={"resultTypes": ["violations"]}).response["violations"]
+    assert not [each["id"] for each in found if each["impact"] in ("serious", "critical")]
     page.locator("#translation-english textarea").fill("the old man paints the spaceship")
     page.locator("#translation-run").click()
     expect(page.get_by_text("has never seen 'spaceship'")).to_be_visible()

@@ -40,7 +40,7 @@ def warn_of_quota(num_threads: int) -> None:
     if allowed is not None and num_threads > max(1.0, allowed):
         logger.warning(
             "hf_paged: torch computes on %d threads, and this process's control group (container) allows %g processors, "
-            "so steps stall: call torch.set_num_threads(%d) or set OMP_NUM_THREADS=%d",
+            "steps stall: call torch.set_num_threads(%d) or set OMP_NUM_THREADS=%d",
             *(num_threads, allowed, max(1, int(allowed)), max(1, int(allowed))),
         )
 

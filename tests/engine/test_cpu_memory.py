@@ -148,14 +148,15 @@ def watch():
 watcher = threading.Thread(target=watch)
 watcher.start()
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-settings = {"num_blocks": num_tokens // 16 + 4, "max_num_batched_tokens": num_tokens}
+rows = 8  # whose logits a step holds
+settings = {"num_blocks": num_tokens // 16 + 4, "max_num_batched_tokens": num_tokens, "max_num_seqs": rows}
 hf_paged.patch(model, **settings)
 model.paged.warm_up(touch=True)
 model.generate(torch.randint(1, 1000, (1, num_tokens)), max_new_tokens=4, do_sample=False)
 is_over.set()
 watcher.join()
 pool = model.paged.core.kv_cache.tensor.nbytes
-print(peak - before, pool, estimated_bytes(model, num_tokens, 1, 2))
+print(peak - before, pool, estimated_bytes(model, num_tokens, rows, 2))
 """
 
 

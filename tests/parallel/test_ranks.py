@@ -149,6 +149,8 @@ def test_a_second_thread_is_told_to_follow(two_ranks: Any) -> None:
 def test_each_rank_holds_its_share(two_ranks: Any) -> None:
     one, other = two_ranks.run("bytes_a_block", model="llama", settings=ROOM)
     assert one == other and one["bytes"] == 16 * 2 * 2 * 1 * 16 * 4, "tokens, K and V, layers, heads, width, bytes"
+    (quantised, _) = two_ranks.run("bytes_a_block", model="llama", settings=ROOM | {"kv_cache_dtype": "int8"})
+    assert quantised["bytes"] == 16 * 2 * 2 * 1 * (16 + 4), "a scale a token and head"
     assert "split between processes" in one["no_graphs"] and "over several processes" in one["refused"]
 
 

@@ -39,8 +39,8 @@ def warn_of_quota(num_threads: int) -> None:
     allowed = allowed_cpus()
     if allowed is not None and num_threads > max(1.0, allowed):
         logger.warning(
-            "hf_paged: torch computes on %d threads, and this process's control group (container) allows %g processors, "
-            "steps stall: call torch.set_num_threads(%d) or set OMP_NUM_THREADS=%d",
+            "hf_paged: torch computes on %d threads, and the process's control group (container) allows %g processors: "
+            "steps stall; call torch.set_num_threads(%d) or set OMP_NUM_THREADS=%d",
             *(num_threads, allowed, max(1, int(allowed)), max(1, int(allowed))),
         )
 

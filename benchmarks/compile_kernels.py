@@ -186,6 +186,7 @@ def launches(case: Case, target: str) -> list[Specialisation]:
                 50.0 if "softcap" in features else 0.0,
                 on_meta(heads, dtype=dtype) if "sinks" in features else None,
                 on_meta(1 << 20, dtype=torch.float32),
+                on_meta(heads, DISTANCES, dtype=torch.float32) if "bias" in features else None,
             )
             work = on_meta(96, 4, dtype=torch.int32)
             if case.kernel == "decode":
@@ -210,7 +211,8 @@ ONE_EACH = (
     Case("sampling", "bf16", "bf16", 0, 0, 0, "", 0),
     Case("adapters", "bf16", "bf16", 0, 0, 0, "", 0),
 )
-ALL_FEATURES = "window+softcap+sinks"
+ALL_FEATURES = "window+softcap+sinks+bias"
+DISTANCES = 129  # of a T5
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 PAIRS = [(name, name) for name in DTYPES] + [("bf16", "e4m3"), ("fp16", "e5m2"), ("bf16", "int8")]
 
@@ -223,7 +225,7 @@ def cases(target: str) -> Iterator[Case]:
             yield from attention_cases(kernel, dtype, pool, head_dim, device)
         for head_dim in HEAD_DIMS:
             rows = shared_decode.tiling(head_dim, DTYPES[dtype].itemsize, POOLS[pool].itemsize, device).rows
-            for feature in ("", "softcap+sinks"):
+            for feature in ("", "softcap+sinks+bias"):
                 yield Case("shared", dtype, pool, head_dim, 16, 4, feature, rows)
             yield Case("write", dtype, pool, head_dim, 16, 1, "", 0)
         for head_dim, heads in itertools.product((256, 512), (16, 32, 128)):
@@ -253,6 +255,8 @@ def attention_cases(kernel: str, dtype: str, pool: str, head_dim: int, device: l
     if head_dim in (128, 256) and (dtype, pool) != ("fp16", "e5m2"):
         for feature in (*ALL_FEATURES.split("+"), ALL_FEATURES):
             yield Case(kernel, dtype, pool, head_dim, 16, 4, feature, sizes[4])
+    if head_dim == 64:
+        yield Case(kernel, dtype, pool, head_dim, 16, 1, "bias", next(iter(sizes.values())))
     if head_dim == 128 and pool in DTYPES:
         for block_size in (8, 24, 32, 64, 128, 256):
             yield Case(kernel, dtype, pool, head_dim, block_size, 4, "", sizes[4])

@@ -159,7 +159,15 @@ def _prefill_kernel(
         tl.store(partials + partial_rows + HEAD_DIM + 1, row_sum, mask=is_real)
 
 
-def tiling(itemsize: int, padded_dim: int, group: int, longest_query: int, device: Device, is_code: bool) -> Tiling:
+def tiling(
+    itemsize: int,
+    padded_dim: int,
+    group: int,
+    longest_query: int,
+    device: Device,
+    is_code: bool,
+    has_bias: bool = False,
+) -> Tiling:
     """Shape of a program's tile: as many rows as the longest query fills, up to what the registers hold.
 
     Args:
@@ -169,6 +177,8 @@ def tiling(itemsize: int, padded_dim: int, group: int, longest_query: int, devic
         longest_query: New tokens of the sequence that has most.
         device: Where matrix instructions take no factors from shared memory, a tile has to be smaller.
         is_code: Whether the pool holds codes of 8 bits, whose tiles are summed apart: a second sum in registers.
+        has_bias: Whether a bias is added to scores: one for each score of a tile in registers, and fetched ahead in
+            shared memory.
     """
     rows = longest_query * group
     if itemsize == 4:  # no tensor cores multiply float32 exactly: the product lives in registers, the tile is small
@@ -178,7 +188,9 @@ def tiling(itemsize: int, padded_dim: int, group: int, longest_query: int, devic
     tokens = max(32, min(128, 8192 // padded_dim))
     if rows <= 16:
         return Tiling(rows=16, tokens=tokens, num_warps=4, num_stages=3)
-    if not device.reads_shared_factors:
+    if has_bias:
+        tokens = 32
+    elif not device.reads_shared_factors:
         tokens = max(32, tokens // 2)
     if rows <= 64 or (padded_dim > 128 and (is_code or not device.reads_shared_factors)):
         return Tiling(rows=64, tokens=tokens, num_warps=8 if padded_dim > 128 else 4, num_stages=3)
@@ -207,16 +219,17 @@ class Plan(NamedTuple):
     slots: int
 
 
-def plan(query: Tensor, kv_cache: Tensor, max_query_len: int) -> Plan:
+def plan(query: Tensor, kv_cache: Tensor, max_query_len: int, has_bias: bool = False) -> Plan:
     """How new tokens with these queries `[T, num_heads, head_dim]` are attended for.
 
     Args:
         max_query_len: New tokens of the sequence that has most.
+        has_bias: Whether a bias is added to scores.
     """
     num_kv_heads, padded_dim = kv_cache.shape[3], next_power_of_two(max(16, head_dim_of(kv_cache)))
     group, device, is_code = query.shape[1] // num_kv_heads, device_of(query.device), kv_cache.dtype in FORMATS
     itemsize = query.element_size()
-    shape = tiling(itemsize, padded_dim, group, max_query_len, device, is_code)
+    shape = tiling(itemsize, padded_dim, group, max_query_len, device, is_code, has_bias)
     tokens = shape.fit(padded_dim, itemsize, kv_cache.element_size(), device).tokens
     queries, _, num_group_tiles = query_tiling(group, shape.rows)
     slots = -(-PROGRAMS_A_PROCESSOR * device.num_processors // (num_kv_heads * num_group_tiles))
@@ -234,7 +247,8 @@ def paged_prefill(call: LayerAttention, items: Tensor, split: Tensor, rows: int,
         exact: See above.
     """
     query_tile, group_tile, num_group_tiles = query_tiling(call.group, rows)
-    shape = call.fit(tiling(call.query.element_size(), call.padded_dim, 1, rows, call.device, bool(call.pool_format)))
+    kind = call.device, bool(call.pool_format), call.bias is not None
+    shape = call.fit(tiling(call.query.element_size(), call.padded_dim, 1, rows, *kind))
     if shape.rows < rows:
         raise ValueError(f"a tile has {shape.rows} rows at most for these tensors, got {rows}")
     _prefill_kernel[(items.shape[0], call.num_kv_heads * num_group_tiles)](

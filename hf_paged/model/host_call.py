@@ -68,6 +68,8 @@ class HostCall:
         arguments = dict(zip(_PARAMETERS, args, strict=False)) | kwargs
         if len(arguments) != len(args) + len(kwargs) or "kwargs" in _PARAMETERS[: len(args)]:
             return None  # refused by `generate()`
+        if model.config.is_encoder_decoder:
+            return None  # its encoder reads them meanwhile
         found = {name: arguments[name] for name in _TENSORS if arguments.get(name) is not None}
         if not found.keys() & {"inputs", "input_ids"} or not all(
             type(value) is Tensor

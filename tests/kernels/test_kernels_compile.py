@@ -23,6 +23,8 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "decode bf16 bf16 d128 b16 g4 m16 window+",
         "shared bf16 bf16 d128",
         "prefill bf16 e4m3 d128 b16 g1",
+        "prefill bf16 bf16 d64 b16 g1 m128 bias",
+        "decode bf16 bf16 d64 b16 g1 m16 bias",
         "write bf16 e4m3 d80",
         "decode bf16 int8 d128 b16 g4 m16 window+",
         "write bf16 int8 d128",

@@ -234,9 +234,8 @@ def _(query: Tensor, _cache: Tensor, _layer: int, latent_dim: int, *_: object) -
 
 def _checked_bias(bias: Tensor, query: Tensor) -> Tensor:
     if bias.dim() != 2 or bias.shape[0] != query.shape[1] or not bias.shape[1] or bias.dtype != torch.float32:
-        raise ValueError(
-            f"a bias by distance must be [{query.shape[1]}, distances] in float32, got {list(bias.shape)} in {bias.dtype}"
-        )
+        wanted = f"[{query.shape[1]}, distances] in float32"
+        raise ValueError(f"a bias by distance must be {wanted}, got {list(bias.shape)} in {bias.dtype}")
     return bias.contiguous()
 
 

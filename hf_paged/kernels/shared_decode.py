@@ -160,6 +160,8 @@ def shared_decode(call: LayerAttention, items: Tensor, members: Tensor) -> None:
         members: `[S, 4]` int32, of the same.
     """
     shape = tiling(call.head_dim, call.query.element_size(), call.kv_cache.element_size(), call.device)
+    if call.bias is not None:  # whose numbers are fetched ahead as well, into shared memory
+        shape = shape._replace(num_stages=2)
     _shared_decode_kernel[(items.shape[0] * call.num_kv_heads,)](
         call.partials,
         call.query,

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_paged.core.sequence import Source
+from hf_paged.kernels.transfers import to_device, to_host
 from hf_paged.model.wrapper import ReachedError, Twin, arguments_of, tap
 
 
@@ -33,20 +34,23 @@ def source_width(model: Any) -> int:
 def sources_of(states: Tensor, mask: Tensor | None) -> list[Source]:
     """What an encoder has read for each row: of its states `[B, E, hidden_size]` those that the mask `[B, E]` shows.
 
-    Copies, and a digest of each; waits for a GPU.
+    Copies, and a digest of each; waits for a GPU, once.
 
     Raises:
         ValueError: The mask is of another kind, or shows nothing of a row.
     """
     if mask is not None and (mask.ndim != 2 or mask.shape[1] != states.shape[1]):
         raise ValueError(f"an encoder's mask must be of one number for each of its states, got {tuple(mask.shape)}")
-    found = []
-    for row, own in enumerate(states.detach()):
-        own = own.clone() if mask is None else own[mask[row].bool()]
+    found, states = [], states.detach()
+    numbers, *shown = to_host([states] if mask is None else [states, mask])
+    for row, own in enumerate(states):
+        content, own = numbers[row], own.clone() if mask is None else own
+        for places in (mask[row].nonzero()[:, 0] for mask in shown):
+            content, own = content[places], own[to_device(places, own.device)]
         if not len(own):
             raise ValueError(f"row {row} has no source: its encoder mask shows nothing")
-        content = own.cpu().contiguous().view(torch.uint8).numpy()
-        found.append(Source(own, len(own), hashlib.sha256(content).digest()))
+        digest = hashlib.sha256(content.contiguous().view(torch.uint8).numpy()).digest()
+        found.append(Source(own, len(own), digest))
     return found
 
 

@@ -49,7 +49,7 @@ def sources_of(states: Tensor, mask: Tensor | None) -> list[Source]:
             content, own = content[places], own[to_device(places, own.device)]
         if not len(own):
             raise ValueError(f"row {row} has no source: its encoder mask shows nothing")
-        digest = hashlib.sha256(content.contiguous().view(torch.uint8).numpy()).digest()
+        digest = hashlib.sha256(content.contiguous().view(torch.uint8).numpy().tobytes()).digest()
         found.append(Source(own, len(own), digest))
     return found
 

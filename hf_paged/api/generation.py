@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from numbers import Integral
 from typing import Any
 
@@ -255,9 +256,11 @@ class PagedGenerationMixin(PagedBatchMixin):
                 args = tuple(to_device(value, device) if isinstance(value, Tensor) else value for value in args)
             given = kwargs.get("past_key_values")
             kept = call_context().encodings
-            kept = {} if kept is None and decodes_again(self) else kept
+            draws: AbstractContextManager[None] = nullcontext()
+            if kept is None and decodes_again(self):  # loop after loop, each of which draws on
+                kept, draws = {}, DRAWS.private(states)
             if wrapper is None or not isinstance(given, PagedCache | None):
-                with within(states=states, host=host, hides_device=False, twin=None, encodings=kept):
+                with within(states=states, host=host, hides_device=False, twin=None, encodings=kept), draws:
                     return super().generate(*args, **kwargs)  # type: ignore[misc]
             twin = wrapper.twin(self, {} if given is None else given.state)
             with within(states=states, host=host, hides_device=False, twin=twin, encodings=kept):

@@ -106,7 +106,7 @@ class Serving:
         positions = next((own for name in names if (own := getattr(config, name, None))), None)
         stats = self.engine.stats()
         settings = self.engine.config
-        pool = (stats.num_blocks or settings.num_blocks or 0) * settings.block_size  # made when it is first needed
+        pool = (stats.num_blocks or settings.num_blocks or 0) * settings.block_size  # it is made when needed
         return min(positions or 1 << 30, pool or 1 << 30)
 
     async def body(self, request: Request, kind: type[B], read: Callable[..., Awaitable[B]] = read_body) -> B:

@@ -186,3 +186,20 @@ def test_callers_on_threads_get_what_they_get_alone(whisper: Pair) -> None:
         ]
         found = [each.result() for each in running]
     assert_same(expected, found)
+
+
+def test_what_other_threads_draw_changes_no_later_segment(whisper: Pair) -> None:
+    """Would break: a segment whose draws begin where another thread left the global generator."""
+    asked = {"do_sample": True, "temperature": 0.9, "language": "en", "return_timestamps": True}
+    features, segments = speech.features(1, 190), []
+    torch.manual_seed(3)
+    expected = whisper.stock.generate(features, **asked)
+
+    def meddle(progress: Any) -> None:
+        segments.append(progress)
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(torch.manual_seed, 99).result()
+
+    torch.manual_seed(3)
+    assert_same(expected, whisper.paged.generate(features, **asked, monitor_progress=meddle))
+    assert len(segments) > 1

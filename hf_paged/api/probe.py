@@ -30,6 +30,7 @@ from hf_paged.api.stored_layers import (
     with_windows,
 )
 from hf_paged.api.tiny_model import (
+    DIFFERENCE,
     LENGTHS,
     LONGEST,
     build,
@@ -89,7 +90,8 @@ def probe_decoder(base: type[PreTrainedModel], config: PreTrainedConfig) -> Tria
             if not why_not:
                 layers = _windowed(found[0], whole) if has_windows else found[0]
                 return Trial(replace(traits, layers=layers, cross=found[1]), (model, traits))
-            why_stock = why_stock or why_not
+            if not why_stock or (why_not.startswith(DIFFERENCE) and not why_stock.startswith(DIFFERENCE)):
+                why_stock = why_not  # what it computes says more than what it was not made for
             if keeps_inference_tensors(model):
                 model = build(base, model.config)
     return Trial(ModelTraits(found[0], False, rows_independent=False, why_padded=why_stock, cross=found[1]))

@@ -28,6 +28,7 @@ LONGEST = max(LENGTHS)
 _EDGES = (0, LONGEST, LONGEST + 2, LONGEST + 3, LONGEST + 4)  # a prefill, a chunk of two tokens, two decode steps
 _BLOCK_SIZE = 2
 _TOLERANCE = 1e-3  # of the largest logit; float32 rounding is 1e-6, a wrongly placed key is 1e-1
+DIFFERENCE = "logits differ"
 _MAX_ELEMENTS = 5 * 10**8  # of a shrunken copy
 
 
@@ -132,7 +133,7 @@ def difference(tiny: PreTrainedModel, traits: ModelTraits, expected: Tensor) -> 
         error_size = float((found - expected).abs().max() / expected.abs().max())
         if error_size < _TOLERANCE and not keeps_inference_tensors(tiny):
             return ""
-        return f"logits differ by {error_size:.1%}"
+        return f"{DIFFERENCE} by {error_size:.1%}"
     except Exception as error:
         return error_text(error)
     finally:

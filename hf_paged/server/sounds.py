@@ -16,7 +16,7 @@ BLOCK = 1 << 18  # numbers that are decoded at once
 RATES = 1_000, 384_000  # samples a second that a file may have
 ZEROS = 24  # of the filter's sinc, on each side
 ROLL_OFF = 0.945  # of the lower of two rates, up to which frequencies are kept
-OUTPUTS = 1 << 13  # samples that are filtered at once
+OUTPUTS = 1 << 11  # samples that are filtered at once
 
 
 def decoded(file: BinaryIO, rate: int, max_seconds: float) -> np.ndarray:
@@ -59,16 +59,21 @@ def resampled(samples: np.ndarray, own: int, rate: int) -> np.ndarray:
     up, down = rate // math.gcd(own, rate), own // math.gcd(own, rate)
     width = ROLL_OFF * min(1.0, rate / own)
     reach = math.ceil(ZEROS / width)
-    phases = np.arange(up)[:, None] / up  # between two samples
-    times = width * (np.arange(-reach + 1, reach + 1) - phases)
-    window = np.cos(np.clip(times / ZEROS, -1, 1) * np.pi / 2) ** 2
-    weights = (width * np.sinc(times) * window).astype(np.float32)
+
+    def weights(phases: np.ndarray) -> np.ndarray:
+        """`[n, 2 * reach]`, of outputs that lie so many `up`ths of a sample behind one."""
+        times = width * (np.arange(-reach + 1, reach + 1) - phases[:, None] / up)
+        window = np.cos(np.clip(times / ZEROS, -1, 1) * np.pi / 2) ** 2
+        return (width * np.sinc(times) * window).astype(np.float32)
+
+    table = weights(np.arange(up)) if up <= OUTPUTS else None  # of odd rates it would be large
     windows = sliding_window_view(np.pad(samples, (reach - 1, reach + 1)), 2 * reach)
     places = np.arange(-(-len(samples) * up // down)) * down  # in samples, times `up`
     found = np.empty(len(places), np.float32)
     for start in range(0, len(places), OUTPUTS):
         part = places[start : start + OUTPUTS]
-        found[start : start + len(part)] = np.einsum("nt,nt->n", windows[part // up], weights[part % up])
+        own_weights = weights(part % up) if table is None else table[part % up]
+        found[start : start + len(part)] = np.einsum("nt,nt->n", windows[part // up], own_weights)
     return found
 
 

@@ -104,7 +104,7 @@ class SourceTap:
         inner = twin.innermost._modules[self._path[-1]]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            given = self._names(*args, **kwargs)
+            given = self._names(*args, **kwargs) if args else kwargs
             given["attention_mask"] = sentinel
             if "encoder_attention_mask" in given:  # what it hides isn't in the pool
                 given["encoder_attention_mask"] = None

@@ -44,9 +44,12 @@ def sources_of(states: Tensor, mask: Tensor | None) -> list[Source]:
     found, states = [], states.detach()
     numbers, *shown = to_host([states] if mask is None else [states, mask])
     for row, own in enumerate(states):
-        content, own = numbers[row], own.clone() if mask is None else own
-        for places in (mask[row].nonzero()[:, 0] for mask in shown):
+        content = numbers[row]
+        if shown:
+            places = shown[0][row].nonzero()[:, 0]
             content, own = content[places], own[to_device(places, own.device)]
+        else:
+            own = own.clone()
         if not len(own):
             raise ValueError(f"row {row} has no source: its encoder mask shows nothing")
         digest = hashlib.sha256(content.contiguous().view(torch.uint8).numpy().tobytes()).digest()

@@ -30,7 +30,7 @@ def patch(model: ModelT, config: PagedConfig | None = None, **settings: Any) -> 
     the code they ran before. Memory is taken at the first `generate()`, not here (but under `warm_up=True`).
 
     Args:
-        model: A decoder-only Hugging Face model, or a PEFT model around one.
+        model: A Hugging Face model that generates text, or a PEFT model around one.
         config: All settings at once.
         **settings: Or single fields of `PagedConfig`.
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import transformers as hf
+from packaging.version import Version
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, LogitsProcessor
 
@@ -31,11 +33,14 @@ def test_every_family(make_pair: MakePair, name: str) -> None:
     """Would break: a family of which a decoder places tokens, or reads sources, in a way of its own."""
     pair = make_pair(build(name))
     report = hf_paged.is_supported(pair.stock)
-    assert report and report.layout == "packed" and not report.why_padded
+    # A decoder's prompt sees what is behind it in stock's UMT5 of older transformers.
+    is_packed = name != "umt5" or Version(transformers.__version__) >= Version("5.23")
+    assert report and (report.layout == "packed") >= is_packed and (not report.why_padded) >= is_packed
     batch = sources(name)
     for mode in MODES.values():
-        pair.generate(**batch, **{"max_new_tokens": 8, "do_sample": False} | mode)
-    assert pair.engine.stats().num_steps > 20
+        arguments = {"max_new_tokens": 8, "do_sample": False} | mode
+        pair.generate(**batch, **arguments, falls_back=report.layout == "stock")
+    assert pair.engine.stats().num_steps > 20 or not is_packed
 
 
 @pytest.mark.parametrize("name", STOCK)

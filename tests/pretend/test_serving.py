@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import hf_paged
 from helpers.library_code import as_library_code
 from helpers.models import VOCAB, build
-from hf_paged.kernels import paged_decode, paged_prefill, reshape_and_cache
+from hf_paged.kernels import paged_decode, paged_prefill, reshape_and_cache, triton_adapters
 from hf_paged.model import cuda_graph, layers
 from hf_paged.model.step_inputs import HostStep, StepInputs
 
@@ -65,6 +65,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_prefill, "paged_prefill", skipped)
     monkeypatch.setattr(reshape_and_cache, "reshape_and_cache", lambda *_: None)
     monkeypatch.setattr(layers, "layer_kernels", lambda *_: "are left out")
+    monkeypatch.setattr(triton_adapters, "add", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)

@@ -77,6 +77,8 @@ def test_the_picture_names_everything(make_pair: MakePair) -> None:
         "tail": tokens[-8:],
         "block_table": sequence["block_table"],
         "block_tables": [sequence["block_table"]],
+        "source_tokens": 0,
+        "source_blocks": [],
     }
     table = sequence["block_table"]
     assert len(table) == 3 and [picture["blocks"][block] for block in table] == [1, 1, 1]

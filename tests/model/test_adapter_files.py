@@ -123,7 +123,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "equal biases": ("gpt2", {"target_modules": GPT2, "bias": "all"}),
     "equal biases of its layers": ("gpt2", {"target_modules": GPT2, "bias": "lora_only"}),
     "a few experts' neighbours": ("mixtral", {"target_modules": ["q_proj", "o_proj"]}),
-    "latents": ("deepseek_v3", {"target_modules": ["q_a_proj", "q_b_proj", "kv_b_proj", "o_proj"]}),
+    "latents": ("deepseek_v3", {"target_modules": ["q_a_proj", "q_b_proj", "o_proj"]}),
     "orthogonal": ("llama", {"target_modules": LLAMA, "init_lora_weights": "orthogonal"}),
 }
 

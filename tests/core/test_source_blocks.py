@@ -197,7 +197,7 @@ def test_one_source_for_all_that_read_it() -> None:
     assert list(blocks.sources([3, 4]).fresh) == []  # type: ignore[union-attr]
     for seq_id in (1, 2, 3, 4):
         blocks.free(seq_id)
-    begin(blocks, 5, 5, b"a")  # still there, though nobody holds it
+    begin(blocks, 5, 5, b"a")  # still there, though no sequence holds it
     assert blocks.fresh_tokens([5]) == 0 and blocks.append_need([(5, 1)]) == 1 + 3
     blocks.check_invariants()
 
@@ -222,7 +222,7 @@ def test_what_is_found_is_taken_before_others_need_its_blocks() -> None:
 
 
 def test_a_source_that_was_not_written_is_not_found() -> None:
-    """Would break: garbage for whoever comes with the same input after a failure."""
+    """Would break: garbage for the next sequence with the same input after a failure."""
     blocks = manager()
     begin(blocks, 1, 5, b"a")
     blocks.append([(1, 1)])

@@ -89,7 +89,7 @@ def test_rollouts(kind: str, uses_batch_api: bool, tmp_path: Path) -> None:
 
 
 class Sampled:
-    """What the engine says of tokens while it samples them, whoever asks for these.
+    """What the engine says of tokens while it samples them, for any caller.
 
     Attributes:
         said: By a whole text, the version of the weights and the log-probabilities of what was generated.

@@ -163,7 +163,7 @@ def test_hybrids_keep_their_states_as_they_are() -> None:
 
 
 def test_the_keys_of_a_cache_that_is_read() -> None:
-    """In the model's dtype, as a caller that reads the cache expects; of the first layer, whose keys follow from none rounded."""
+    """In the model's dtype, for callers that read a cache; of the first layer, whose keys follow from none rounded."""
     found = []
     for kind in ("int8", "auto"):
         model = hf_paged.patch(build("llama").bfloat16(), kv_cache_dtype=kind, num_blocks=16)

@@ -32,7 +32,7 @@ def test_every_family(make_pair: MakePair, name: str) -> None:
     pair = make_pair(build(name))
     report = hf_paged.is_supported(pair.stock)
     # A decoder's prompt sees what is behind it in stock's UMT5 of older transformers.
-    is_packed = name != "umt5" or hasattr(pair.stock.get_decoder().block[0].layer[0].SelfAttention, "is_causal")
+    is_packed = name != "umt5" or pair.stock.get_decoder().block[0].layer[0].SelfAttention.is_causal
     assert report.layout == ("packed" if is_packed else "stock") and bool(report.why_padded) != is_packed
     batch = sources(name)
     for mode in MODES.values():

@@ -24,11 +24,18 @@ class StandIn(BaseModelOutput):
 
 
 def source_width(model: Any) -> int:
-    """The width of what a model's encoder makes."""
+    """The width of what a model's encoder makes.
+
+    Raises:
+        ValueError: Its config doesn't say.
+    """
     config = getattr(model.get_encoder(), "config", model.config)
     names = ("output_hidden_size", "hidden_size", "d_model")
     found = (getattr(config, name, None) for name in names)
-    return next(int(width) for width in found if width)
+    width = next((int(width) for width in found if width), None)
+    if width is None:
+        raise ValueError(f"the config of its encoder states none of {', '.join(names)}")
+    return width
 
 
 def sources_of(states: Tensor, mask: Tensor | None) -> list[Source]:

@@ -34,13 +34,16 @@ class ToldPast:
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Within it, these methods take what steps tell; from other callers, what they always took."""
+        before = [dict(module.__dict__) for module, _, _ in self._methods]
         try:
             for module, name, changed in self._methods:
                 module.__dict__[name] = partial(changed, module, getattr(module, name))
             yield
         finally:
-            for module, name, _ in self._methods:
-                module.__dict__.pop(name, None)
+            for (module, name, _), own in zip(self._methods, before, strict=True):
+                module.__dict__.pop(name)
+                if name in own:  # a wrapper of the user's
+                    module.__dict__[name] = own[name]
 
 
 def _token_by_token(module: Any, stock: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -49,7 +52,7 @@ def _token_by_token(module: Any, stock: Callable[..., Tensor], *args: Any, **kwa
         return stock(*args, **kwargs)
     places = past.as_subclass(Tensor)
     places = (places + torch.arange(len(places), device=places.device))[:, None]
-    if hasattr(module, "make_weights"):  # a table that grows with the longest row
+    if hasattr(module, "make_weights"):  # a table that grows with the longest row: as in stock, the host has to know it
         longest = module.padding_idx + 2 + int(places.max())
         if longest > module.weights.shape[0]:
             module.make_weights(longest + module.offset, module.embedding_dim, module.padding_idx)

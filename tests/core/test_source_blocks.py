@@ -204,17 +204,21 @@ def test_one_source_for_all_that_read_it() -> None:
 
 def test_what_is_found_is_taken_before_others_need_its_blocks() -> None:
     """Would break: a source that waits to be found, handed out as free blocks to the sequence before it in a step."""
-    blocks = manager(num_blocks=8)
+    blocks = manager(num_blocks=9)
     begin(blocks, 1, 6, b"a")
     blocks.append([(1, 1)])
     kept = blocks.sources([1]).tables[0].blocks.tolist()  # type: ignore[union-attr]
     blocks.free(1)
-    begin(blocks, 2, 5, b"b")
+    begin(blocks, 5, 6, b"c")  # kept longer than the first: what has no room takes that one's blocks
+    blocks.append([(5, 1)])
+    blocks.sources([5])
+    blocks.free(5)
+    begin(blocks, 2, 8, b"b")
     begin(blocks, 3, 6, b"a")
-    assert blocks.append_need([(2, 1), (3, 1)]) == 8
+    assert blocks.append_need([(2, 1), (3, 1)]) == 9
     blocks.append([(2, 1), (3, 1)])
     tables = blocks.sources([2, 3])
-    assert tables is not None and tables.tables[0].blocks[3:].tolist() == kept and list(tables.fresh) == [0]
+    assert tables is not None and tables.tables[0].blocks[4:].tolist() == kept and list(tables.fresh) == [0]
     begin(blocks, 4, 1, b"c")
     with pytest.raises(OutOfBlocksError):
         blocks.append([(4, 1)])

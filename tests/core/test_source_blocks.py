@@ -239,3 +239,16 @@ def test_a_source_that_was_not_written_is_not_found() -> None:
     blocks.restart(2)
     assert blocks.fresh_tokens([2]) == 5 and blocks.source_blocks(5) == 3
     blocks.check_invariants()
+
+
+def test_a_source_that_comes_back_is_shared_again() -> None:
+    """Would break: a copy of a source for each sequence that was swapped, though others hold it all the time."""
+    blocks = SourceBlockManager(12, 2, num_swap_blocks=12, num_cross=1)
+    for seq_id in (1, 2):
+        begin(blocks, seq_id, 5, b"a")
+    blocks.append([(1, 1), (2, 1)])
+    held = blocks.sources([1, 2]).tables[0].blocks[:3].tolist()  # type: ignore[union-attr]
+    assert len(blocks.swap.move_out([1])) == 3 + 1
+    assert len(blocks.swap.move_in([1])) == 1, "only its own token comes back"
+    assert blocks.get(1).state.tolist() == held
+    blocks.check_invariants()

@@ -1,9 +1,10 @@
-"""What an encoder has made of the audio that a call decodes again, as Whisper does at another temperature."""
+"""How encoders run in calls: over texts without padding, and once over audio that is decoded again, as Whisper's is."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,23 @@ from transformers.modeling_outputs import BaseModelOutput
 from hf_paged.engine.call_context import call_context
 
 Encodings = dict[Hashable, Tensor]  # by what a row was made of: of the last batch that was encoded in a call
+
+
+def encoding_text(model: Any, inputs: Tensor, mask: Any) -> AbstractContextManager[None]:
+    """In what an encoder runs: if it reads tokens, or their embeddings, on CPU, those that a mask hides are skipped.
+
+    Args:
+        inputs: `[rows, columns, ...]`, what it reads.
+        mask: `[rows, columns]`, if these are tokens; `None`: it hides nothing.
+    """
+    core = model.paged.core
+    if mask is None and inputs.is_cpu:
+        mask = torch.ones(inputs.shape[:2], dtype=torch.int64, device="cpu")
+    is_of_tokens = model.main_input_name == "input_ids" and isinstance(mask, Tensor) and mask.shape == inputs.shape[:2]
+    is_on_cpu = core.bound.placement[1].type == "cpu" and not core.bound.layer_devices and not core.bound.is_offloaded
+    if core.encoder is None or not is_of_tokens or not is_on_cpu or not mask.is_cpu or not _follows(model):
+        return nullcontext()
+    return core.encoder.scope(mask)
 
 
 def decodes_again(model: Any) -> bool:

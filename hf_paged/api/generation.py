@@ -28,7 +28,7 @@ from transformers import (
 from transformers.generation import GenerationMode
 
 from hf_paged.api.batch_methods import PagedBatchMixin
-from hf_paged.api.encodings import decodes_again, encoded
+from hf_paged.api.encodings import decodes_again, encoded, encoding_text
 from hf_paged.api.loops import prepare, run_call
 from hf_paged.api.rank_calls import run_on_ranks
 from hf_paged.api.routing import ENGINE, fall_back, why_not_stateful, why_stock
@@ -90,7 +90,7 @@ def _decoding(loop: str) -> Callable[..., Any]:
 
 
 def _encoding(name: str) -> Callable[..., Any]:
-    """Replaces what runs the encoder for a call: it doesn't run again for what it has just read."""
+    """Replaces what runs the encoder for a call: it skips padding, and doesn't run again for what it has just read."""
 
     def prepare(
         self: Any,
@@ -106,8 +106,11 @@ def _encoding(name: str) -> Callable[..., Any]:
             model_input_name,
             generation_config,
         )
-        if not decodes_again(self) or generation_config.output_attentions or generation_config.output_hidden_states:
+        if generation_config.output_attentions or generation_config.output_hidden_states:
             return run()
+        if not decodes_again(self):
+            with encoding_text(self, inputs_tensor, model_kwargs.get("attention_mask")):
+                return run()
         model_kwargs["encoder_outputs"] = encoded(self, inputs_tensor, lambda: run()["encoder_outputs"])
         return model_kwargs
 

@@ -1,4 +1,4 @@
-"""The forward context: how a step reaches the attention layers of the one forward that runs it."""
+"""How a step, or an encoder's batch, reaches the attention layers of the one forward that runs it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hf_paged.attention.backends.registry import PagedStep
 from hf_paged.attention.cache import LayerNotingCache
+from hf_paged.attention.encoder_rows import EncoderRows
 
 MARK = "is_hf_paged_sentinel"  # the attribute of a mask that says what it is
 
@@ -49,7 +50,7 @@ class ForwardContext:
     noting: LayerNotingCache | None = None
 
 
-_CURRENT: ContextVar[ForwardContext | None] = ContextVar("hf_paged_forward", default=None)
+_CURRENT: ContextVar[ForwardContext | EncoderRows | None] = ContextVar("hf_paged_forward", default=None)
 
 
 class _Staying(Tensor):
@@ -99,6 +100,22 @@ def with_step(mask: Tensor, step: PagedStep) -> Iterator[None]:
         _CURRENT.reset(token)
 
 
+@contextmanager
+def encoding(rows: EncoderRows) -> Iterator[None]:
+    """Within it, attention of this thread is that of an encoder's rows, where it is of their shape."""
+    token = _CURRENT.set(rows)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def encoder_rows() -> EncoderRows | None:
+    """Those that this thread's attention is of."""
+    rows = _CURRENT.get()
+    return rows if isinstance(rows, EncoderRows) else None
+
+
 def is_sentinel(mask: Any) -> bool:
     """Whether a mask is one that `forward_context` made, on whichever thread."""
     return hasattr(mask, MARK)
@@ -111,7 +128,7 @@ def check_not_cut(mask: Any) -> None:
         RuntimeError: The model has cut its mask, and with it tokens of the step.
     """
     context = _CURRENT.get()
-    if context is None or not isinstance(mask, Tensor):
+    if not isinstance(context, ForwardContext) or not isinstance(mask, Tensor):
         return
     if mask.untyped_storage().data_ptr() == context.sentinel.untyped_storage().data_ptr():
         raise RuntimeError("the model has cut the mask of a packed step: paged attention needs all tokens of it")
@@ -124,6 +141,6 @@ def current_context(mask: Tensor) -> ForwardContext:
         RuntimeError: It runs on another thread, or is over.
     """
     context = _CURRENT.get()
-    if context is None or context.sentinel is not mask:
+    if not isinstance(context, ForwardContext) or context.sentinel is not mask:
         raise RuntimeError("paged attention was called with the mask of another forward, or on another thread")
     return context

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_paged.attention.context import MARK, check_not_cut, current_context
+from hf_paged.attention.context import MARK, check_not_cut, current_context, encoder_rows
 from hf_paged.attention.params import AttentionParams
 from hf_paged.attention.source_step import MARK as SOURCE_MARK
 from hf_paged.core.process import PROCESS
@@ -58,6 +58,10 @@ def _make_paged_attention(base_name: str) -> AttentionFunction:
             }
             kwargs |= {name: value for name, value in optional.items() if value is not None}
             function = _base_attention(base_name, module)
+            rows = encoder_rows()
+            if rows is not None and rows.takes(query, key, attention_mask):
+                states, kwargs = (query, key, value), kwargs | {"scaling": scaling, "dropout": dropout}
+                return rows.attend(function, module, states, attention_mask, **kwargs)
             return function(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
         if block_indices is not None:
             raise ValueError(f"paged attention has no block_indices; {type(module).__name__} needs it")

@@ -31,6 +31,7 @@ from hf_paged.model.adapter import Adapter
 from hf_paged.model.adapter_store import Adapter as Pinned
 from hf_paged.model.adapters import Adapters
 from hf_paged.model.bound_model import BoundModel
+from hf_paged.model.encoders import TextEncoder
 from hf_paged.model.latents import Latents
 from hf_paged.model.layers import Layers
 from hf_paged.model.runner import ModelRunner
@@ -79,7 +80,9 @@ class EngineCore:
             raise ValueError(f'kv_cache_dtype="int8" does not go with this model: {reason}; use "fp8" or "auto"')
         self.config = config
         self.traits = traits
-        self.layers = Layers(model, self._moving)
+        encoder = model.get_encoder() if traits.cross else None
+        self.layers = Layers(model, self._moving, encoder=encoder)
+        self.encoder = None if self.layers.of_encoder is None else TextEncoder(model, self.layers.of_encoder)
         latents = Latents(model, traits.layers)
         self.adapters = adapters = Adapters(ranks_of(model) is None, config.compile_decode)
         self.weights_version = state = WeightsVersion(model, self.layers, latents, adapters)

@@ -140,11 +140,15 @@ class ExactModule(ModuleOverride):
             return self.module._call_impl(*args, **kwargs)
 
 
+def is_leaf(module: nn.Module) -> bool:
+    """Whether it has neither parts nor tensors."""
+    return not any(True for _ in (*module.children(), *module.parameters(), *module.buffers()))
+
+
 def find_activation(module: nn.Module, survey: Survey) -> Activation | ExactModule | None:
     """For a module of no parts that uses one of `FUNCTIONS`: as one of `ACTIVATIONS`, if that is what it computes."""
     kind: Any = type(module)
-    has_parts = any(True for _ in (*module.children(), *module.parameters(), *module.buffers()))
-    if has_parts or not _names(kind) & FUNCTIONS or not isinstance(kernels_for(module, survey), CPULayers):
+    if not is_leaf(module) or not _names(kind) & FUNCTIONS or not isinstance(kernels_for(module, survey), CPULayers):
         return None
     coefficients = next((each for each in ACTIVATIONS if computes(module, each)), None)
     if coefficients is None:

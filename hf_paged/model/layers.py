@@ -30,7 +30,8 @@ from hf_paged.model.placement import Placement
 logger = logging.getLogger(__name__)
 
 # Each says what is to stand in for a module, or `None`; the first that has an answer is taken.
-KINDS: tuple[Callable[[nn.Module, Survey], ModuleOverride | None], ...] = (
+Kind = Callable[[nn.Module, Survey], ModuleOverride | None]
+KINDS: tuple[Kind, ...] = (
     find_linear,
     find_experts,
     find_norm,
@@ -41,6 +42,7 @@ KINDS: tuple[Callable[[nn.Module, Survey], ModuleOverride | None], ...] = (
     find_activation,
     find_exact,
 )
+OF_ENCODERS = (find_linear, find_norm, find_gated_mlp, find_activation, find_exact)
 
 
 class Layers:
@@ -55,14 +57,24 @@ class Layers:
             `scope` that found layers anew.
     """
 
-    def __init__(self, model: nn.Module, moving: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        moving: Callable[[], AbstractContextManager[None]] = nullcontext,
+        kinds: tuple[Kind, ...] = KINDS,
+        encoder: nn.Module | None = None,
+    ) -> None:
         """Does nothing before the first `scope`. The model is held weakly.
 
         Args:
             moving: Within it, weights are put elsewhere in memory, as they are.
+            kinds: What may stand in for its modules.
+            encoder: The part of it that is no part of a step.
         """
         self._model = weakref.ref(model)
         self._moving = moving
+        self._kinds = kinds
+        self.of_encoder = None if encoder is None else Layers(encoder, kinds=OF_ENCODERS)
         self.unjoined: Counter[str] = Counter()
         self.has_joined = False
         self._placement = Placement(model)
@@ -87,7 +99,7 @@ class Layers:
         made_for = placement, self._placement.is_spread
         survey = self._survey  # which another thread may drop meanwhile
         if survey is None or self._made_for != made_for:
-            survey = self._survey = _survey(model, *made_for)
+            survey = self._survey = self._look_at(model, *made_for)
             self._made_for = made_for
             self._join(model, survey)
         for shared in survey.known.values():
@@ -130,28 +142,30 @@ class Layers:
         survey, self._survey = self._survey, None
         for override in () if survey is None else survey.found.values():
             override.thread_id = None
+        if self.of_encoder is not None:
+            self.of_encoder.forget()
 
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def _survey(model: nn.Module, placement: tuple[torch.dtype, torch.device] | None, is_spread: bool) -> Survey:
-    kernels: LayerKernels | str = "need one device"
-    dtype, device = placement or (torch.float32, torch.device("cpu"))
-    if placement is not None and not is_spread:
-        kernels = layer_kernels(dtype, device)
-    if isinstance(kernels, str):
-        logger.info("hf_paged: norms, gates and rotary embeddings are not fused: the kernels %s", kernels)
-    survey = Survey(dtype, device, None if isinstance(kernels, str) else kernels)
-    for module in reversed(shared_modules(model)):
-        if survey.last is None and isinstance(getattr(module, "layer_idx", None), int):
-            survey.last = module
-        override = next((one for find in KINDS if (one := find(module, survey)) is not None), None)
-        if override is not None:
-            survey.found[id(module)] = override
-    note_stacks(model.modules(), survey.found)
-    counts = Counter(type(override).__name__ for override in survey.found.values())
-    logger.info("hf_paged: modules that the engine's forwards override: %s", dict(counts))
-    return survey
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _look_at(self, model: nn.Module, placement: tuple[torch.dtype, torch.device] | None, is_spread: bool) -> Survey:
+        kernels: LayerKernels | str = "need one device"
+        dtype, device = placement or (torch.float32, torch.device("cpu"))
+        if placement is not None and not is_spread:
+            kernels = layer_kernels(dtype, device)
+        if isinstance(kernels, str):
+            logger.info("hf_paged: norms, gates and rotary embeddings are not fused: the kernels %s", kernels)
+        survey = Survey(dtype, device, None if isinstance(kernels, str) else kernels)
+        encoder = None if self.of_encoder is None else self.of_encoder._model()
+        for module in reversed(shared_modules(model, without=encoder)):
+            if survey.last is None and isinstance(getattr(module, "layer_idx", None), int):
+                survey.last = module
+            override = next((one for find in self._kinds if (one := find(module, survey)) is not None), None)
+            if override is not None:
+                survey.found[id(module)] = override
+        note_stacks(model.modules(), survey.found)
+        counts = Counter(type(override).__name__ for override in survey.found.values())
+        logger.info("hf_paged: modules that the engine's forwards override: %s", dict(counts))
+        return survey
 
 
 def _look_at_hooks(survey: Survey, taken: list[ModuleOverride]) -> None:

@@ -57,13 +57,17 @@ def is_wrapper(layer: nn.Module) -> bool:
     return hasattr(layer, "original_module")
 
 
-def shared_modules(model: nn.Module) -> list[nn.Module]:
-    """The model's modules that are no adapter's, each once, in the order of `model.modules()`."""
+def shared_modules(model: nn.Module, without: nn.Module | None = None) -> list[nn.Module]:
+    """The model's modules that are no adapter's, each once, in the order of `model.modules()`.
+
+    Args:
+        without: A part of it that is left out.
+    """
     found: dict[int, nn.Module] = {}
     stack: list[nn.Module | None] = [model]
     while stack:
         module = stack.pop()
-        if module is not None and id(module) not in found:
+        if module is not None and module is not without and id(module) not in found:
             found[id(module)] = module
             stack += [inner(module)] if is_tuner(module) else reversed(module._modules.values())
     return list(found.values())

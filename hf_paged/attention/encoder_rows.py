@@ -27,6 +27,7 @@ class EncoderRows:
         self.shape = tuple(shown.shape)
         self.runs = runs
         self._shown = shown
+        self._num_tokens = sum(run.stop - run.start for run in runs)
         self._masks: dict[int, tuple[Tensor, list[Tensor | None]]] = {}
         self._packed: tuple[Tensor, int, Tensor] | None = None  # states, their version, and the same without padding
 
@@ -47,18 +48,20 @@ class EncoderRows:
         shown = self._shown.flatten()
         return None if bool(shown.all()) else (shown.nonzero()[:, 0], (~shown).nonzero()[:, 0])
 
+    @property
+    def has_padding(self) -> bool:
+        return self._places is not None
+
     def pack(self, states: Tensor) -> Tensor:
         """`[1, tokens, width]` of `[rows, columns, width]`: the same object for the same states."""
-        if self._places is None:
-            return states
+        assert self._places is not None
         if self._packed is None or self._packed[0] is not states or not self._packed[1] == _version(states) >= 0:
             self._packed = states, _version(states), states.flatten(0, 1)[self._places[0]][None]
         return self._packed[2]
 
     def unpack(self, states: Tensor) -> Tensor:
         """The reverse of `pack`; padding is zero."""
-        if self._places is None:
-            return states
+        assert self._places is not None
         tokens, padding = self._places
         padded = states.new_empty(*self.shape, states.shape[-1])
         flat = padded.flatten(0, 1)
@@ -67,9 +70,13 @@ class EncoderRows:
         return padded
 
     def takes(self, query: Tensor, key: Tensor, mask: Any) -> bool:
-        """Whether attention is that of the batch's tokens to each other, `[rows, heads, columns, head_dim]`."""
-        is_theirs = all(each.ndim == 4 and (each.shape[0], each.shape[2]) == self.shape for each in (query, key))
-        return is_theirs and (mask is None or (isinstance(mask, Tensor) and mask.ndim == 4))
+        """Whether attention is that of the batch's tokens to each other, `[rows, heads, columns, head_dim]`, or packed
+        `[1, heads, tokens, head_dim]`.
+        """
+        if query.ndim != 4 or key.ndim != 4 or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 4)):
+            return False
+        shapes = {(each.shape[0], each.shape[2]) for each in (query, key)}
+        return shapes in ({self.shape}, {(1, self._num_tokens)})
 
     def attend(
         self,
@@ -82,15 +89,20 @@ class EncoderRows:
     ) -> tuple[Tensor, None]:
         """Attention by one of transformers' functions, row by row, of what it would be given of all rows."""
         query, _, value = states
-        rows, columns = self.shape
-        output = query.new_zeros(rows, columns, query.shape[1], value.shape[-1])
+        batch, heads, columns, _ = query.shape
+        is_packed, first = (batch, columns) != self.shape, 0
+        output = query.new_zeros(batch, columns, heads, value.shape[-1])
         for row, (run, seen) in enumerate(zip(self.runs, self._seen(mask), strict=True)):
-            own = [each[row : row + 1, :, run] for each in states]
+            place, own = row, run
+            if is_packed:
+                place, own = 0, slice(first, first + run.stop - run.start)
+                first = own.stop
             if position_bias is not None:
                 kwargs["position_bias"] = _of_row(position_bias, row, run)
             if seen is None:
                 kwargs["is_causal"] = False  # which without a mask some functions ask the module for
-            output[row, run] = function(module, *own, seen, **kwargs)[0][0]
+            given = [each[place : place + 1, :, own] for each in states]
+            output[place, own] = function(module, *given, seen, **kwargs)[0][0]
         return output, None
 
     def _seen(self, mask: Tensor | None) -> list[Tensor | None]:

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_paged.attention.context import encoding
 from hf_paged.attention.encoder_rows import EncoderRows
 from hf_paged.attention.paged_attention import attention_configs, paged_attention_scope
 from hf_paged.core.process import PROCESS, Lasting
-from hf_paged.model.exact_operations import Activation, ExactModule, is_leaf
+from hf_paged.model.exact_operations import Activation, ExactModule, is_leaf, names_in
 from hf_paged.model.layers import Layers
 from hf_paged.model.linears import Linear
-from hf_paged.model.module_overrides import CALL, ModuleOverride
+from hf_paged.model.module_overrides import CALL, ModuleOverride, has_hooks, is_untouched
+
+_MASK = "attention_mask"
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the table in which models' code looks for its attention
 
 
 class TextEncoder(Lasting):
     """The encoder of a model whose sources are texts. It runs on the threads of callers, which take turns.
 
-    Embeddings, norms and sums are those of its own code, over the padded batch: positions are the columns, as in stock.
-    Linear layers and activations skip padding, and are computed by our kernels; attention runs row by row, where it is
-    one of transformers' functions. Both leave the bits of a row to that row alone.
+    Embeddings are those of its own code, over the padded batch: positions are the columns, as in stock. Layers that are
+    given nothing but states and a mask run packed; of others, linear layers and activations skip padding. They are
+    computed by our kernels, and attention runs row by row, where it is one of transformers' functions: a row's bits
+    depend on that row alone.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Layers) -> None:
@@ -49,14 +55,44 @@ class TextEncoder(Lasting):
             yield
             return
         with self._lock, paged_attention_scope(self._configs), self._layers.scope(), encoding(rows):
-            shown = [_Shown(own, rows) for own in self._layers.found if own.thread_id and _is_by_token(own)]
+            shown: list[_Shown] = []
+            if rows.has_padding:
+                shown += [_Shown(own.module, rows) for own in self._layers.found if own.thread_id and _is_by_token(own)]
+                shown += [_Shown(layer, rows) for layer in self._layers.modules if _may_be_packed(layer)]
             for own in shown:
                 own.module.__dict__[CALL] = own
             try:
                 yield
             finally:
                 for own in shown:
-                    own.module.__dict__[CALL] = own.inner
+                    own.give_back()
+
+
+class _Shown(ModuleOverride):
+    """Computes of such a batch what is no padding, where a module treats each token by itself but in attention."""
+
+    __slots__ = ("before", "rows")
+
+    def __init__(self, module: nn.Module, rows: EncoderRows) -> None:
+        super().__init__(module)
+        self.rows, self.thread_id = rows, threading.get_ident()
+        self.before: Any = module.__dict__.get(CALL)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        call = self.before or self.module._call_impl
+        tables = [each for each in kwargs.values() if isinstance(each, Tensor) and each is not kwargs.get(_MASK)]
+        if not args or args[0].shape[:-1] != self.rows.shape or tables:
+            return call(*args, **kwargs)
+        found = call(self.rows.pack(args[0]), *args[1:], **kwargs)
+        if isinstance(found, Tensor):
+            return self.rows.unpack(found)
+        return self.rows.unpack(found[0]), *found[1:]
+
+    def give_back(self) -> None:
+        if self.before is None:
+            self.module.__dict__.pop(CALL, None)
+        else:
+            self.module.__dict__[CALL] = self.before
 
 
 def _is_by_token(own: ModuleOverride) -> bool:
@@ -64,20 +100,12 @@ def _is_by_token(own: ModuleOverride) -> bool:
     return isinstance(own, Linear | Activation) or (isinstance(own, ExactModule) and is_leaf(own.module))
 
 
-class _Shown(ModuleOverride):
-    """A layer that computes each token by itself: of such a batch, those that are no padding.
-
-    Attributes:
-        inner: What computes them.
-    """
-
-    __slots__ = ("inner", "rows")
-
-    def __init__(self, inner: ModuleOverride, rows: EncoderRows) -> None:
-        super().__init__(inner.module)
-        self.inner, self.rows, self.thread_id = inner, rows, inner.thread_id
-
-    def compute(self, states: Tensor) -> Tensor:
-        if states.shape[:-1] != self.rows.shape:
-            return self.inner(states)
-        return self.rows.unpack(self.inner(self.rows.pack(states)))
+def _may_be_packed(layer: nn.Module) -> bool:
+    """Whether a layer is given states and a mask, no table of positions, and leaves attention to transformers."""
+    if not isinstance(layer, GradientCheckpointingLayer) or not is_untouched(layer) or has_hooks(layer):
+        return False
+    parameters = inspect.signature(layer.forward).parameters.values()
+    names = {each.name for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD}
+    kinds: set[Any] = {type(module) for module in layer.modules()}
+    attends = any(_INTERFACE in names_in(kind) for kind in kinds)
+    return attends and names <= {"hidden_states", _MASK, "output_attentions"}

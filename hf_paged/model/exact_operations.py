@@ -148,7 +148,7 @@ def is_leaf(module: nn.Module) -> bool:
 def find_activation(module: nn.Module, survey: Survey) -> Activation | ExactModule | None:
     """For a module of no parts that uses one of `FUNCTIONS`: as one of `ACTIVATIONS`, if that is what it computes."""
     kind: Any = type(module)
-    if not is_leaf(module) or not _names(kind) & FUNCTIONS or not isinstance(kernels_for(module, survey), CPULayers):
+    if not is_leaf(module) or not names_in(kind) & FUNCTIONS or not isinstance(kernels_for(module, survey), CPULayers):
         return None
     coefficients = next((each for each in ACTIVATIONS if computes(module, each)), None)
     if coefficients is None:
@@ -168,11 +168,11 @@ def operations_for(module: nn.Module, survey: Survey) -> AbstractContextManager[
     is_own = kind.__module__.startswith("transformers.models.") and not isinstance(module, PreTrainedModel)
     if not is_own or not isinstance(kernels_for(module, survey), CPULayers):
         return nullcontext()
-    used = _names(kind)
+    used = names_in(kind)
     parts: list[tuple[nn.Module, frozenset[str]]] = [(module, used)]
     for child in module.children():  # whose methods may be called, not the module
         child_kind: Any = type(child)
-        parts.append((child, _names(child_kind, used - {"__init__", "forward"})))
+        parts.append((child, names_in(child_kind, used - {"__init__", "forward"})))
     uses_some = any(
         names & FUNCTIONS or (names & PRODUCTS and (part._parameters or "weight" in names)) for part, names in parts
     )
@@ -180,7 +180,7 @@ def operations_for(module: nn.Module, survey: Survey) -> AbstractContextManager[
 
 
 @lru_cache
-def _names(kind: type[nn.Module], methods: frozenset[str] | None = None) -> frozenset[str]:
+def names_in(kind: type[nn.Module], methods: frozenset[str] | None = None) -> frozenset[str]:
     """What a class's methods, or those of these names, use, and `@`; not those of `nn.Module`."""
     found: set[str] = set()
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:

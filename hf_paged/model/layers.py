@@ -87,6 +87,12 @@ class Layers:
         survey = self._survey
         return [] if survey is None else list(survey.found.values())
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All modules of the model."""
+        model = self._model()
+        return [] if model is None else list(model.modules())
+
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Within it, forwards on this thread compute these modules our way, but for autocast and autograd."""

@@ -200,7 +200,7 @@ def _built(name: str) -> PreTrainedModel:
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim > 1:  # large enough for a wrong key to change a token
-                    parameter.copy_(torch.randn_like(parameter) * 1.4 / parameter.shape[-1] ** 0.5)
+                    parameter.copy_(torch.randn_like(parameter) * 1.2 / parameter.shape[-1] ** 0.5)
     config = model.generation_config
     config.decoder_start_token_id, config.pad_token_id, config.eos_token_id = START, PAD, EOS
     return model

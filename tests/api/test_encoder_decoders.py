@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ import hf_paged
 from helpers.encoder_decoders import EOS, PACKED, PAD, START, STOCK, build, sources, texts
 from helpers.models import VOCAB
 from helpers.pairs import MakePair, Pair, assert_same
+from helpers.waiting import PATIENCE, eventually, in_background
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -121,17 +121,11 @@ def test_threads_and_small_pools(make_pair: MakePair, name: str, settings: dict[
         for index, text in enumerate(texts(16))
     ]
     expected = [pair.stock.generate(**call) for call in calls]
-    found: list[Any] = [None] * len(calls)
-
-    def run(index: int) -> None:
-        found[index] = pair.paged.generate(**calls[index])
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert_same(expected, found)
+    pair.engine.pause()  # they begin together
+    futures = [in_background(pair.paged.generate, **call) for call in calls]
+    eventually(lambda: pair.engine.num_waiting == len(calls), "they don't queue")
+    pair.engine.resume()
+    assert_same(expected, [future.result(PATIENCE) for future in futures])
     stats = pair.engine.stats()
     assert (stats.num_preemptions > 0) == (settings["num_blocks"] == 20), stats
     assert (stats.num_swapped_out > 0) == (settings.get("preemption") == "swap"), stats

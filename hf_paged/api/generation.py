@@ -66,6 +66,8 @@ def _decoding(loop: str) -> Callable[..., Any]:
     ) -> Any:
         engine, context = _engine_of(self), call_context()
         host, context.host = context.host, None
+        # GenerationMixin.generate(model) goes past the patched class's own, which notes them.
+        states = context.states or DRAWS.states(engine.core.generator_devices)
         call = PreparedCall(
             input_ids,
             logits_processor,
@@ -75,7 +77,7 @@ def _decoding(loop: str) -> Callable[..., Any]:
             loop,
             host,
             context.is_submitted,
-            context.states,
+            states,
         )
         if call.is_submitted:  # which is shared between ranks as a request
             return prepare(self, call)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers.cache_utils import EncoderDecoderCache
+from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from hf_paged.attention.cache import PagedCache
 
@@ -53,20 +53,18 @@ class PagedSourceCache(PagedCache, EncoderDecoderCache):
         return keys.repeat_interleave(self.fan_out, dim=0), values.repeat_interleave(self.fan_out, dim=0)
 
 
-class _Own:
-    """The cache as one of a decoder alone: what of it `EncoderDecoderCache` asks another cache is that of a `Cache`."""
+class _Own(Cache):
+    """The cache as one of a decoder alone."""
 
     def __init__(self, cache: PagedSourceCache) -> None:
-        self._cache = cache
-        self.layers = cache.layers
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(super(EncoderDecoderCache, self._cache), name)
+        super().__init__(layers=cache.layers)
+        self._cache = cache  # which its layers hold weakly
 
 
-class _Sources:
+class _Sources(Cache):
     def __init__(self, cache: PagedSourceCache) -> None:
-        self.layers = [_SourceLayer(cache, index) for index in range(len(cache.layers))]
+        layers: list[Any] = [_SourceLayer(cache, index) for index in range(len(cache.layers))]
+        super().__init__(layers=layers)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The length of the longest source."""

@@ -269,3 +269,16 @@ def test_halves(make_pair: MakePair, name: str) -> None:
     for mode in MODES.values():
         pair.generate(**batch, **{"max_new_tokens": 8, "do_sample": False} | mode)
     assert pair.engine.stats().num_steps > 20
+
+
+def test_past_the_patched_class(make_pair: MakePair) -> None:
+    """Would break: a call of transformers' own `generate`, by its class, has no states to draw from."""
+    pair = make_pair(build("bart"))
+    arguments = {**sources("bart"), "max_new_tokens": 6, "do_sample": True}
+
+    def call(model: Any) -> Any:
+        torch.manual_seed(7)
+        return [hf.GenerationMixin.generate(model, **arguments).tolist() for _ in range(2)]
+
+    expected = call(pair.stock)
+    assert call(pair.paged) == expected and expected[0] != expected[1]

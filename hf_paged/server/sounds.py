@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -29,33 +31,39 @@ def decoded(file: BinaryIO, rate: int, max_seconds: float) -> np.ndarray:
         import soundfile
     try:
         with soundfile.SoundFile(file) as sound:
-            own, parts, left = sound.samplerate, [], math.floor(max_seconds * sound.samplerate)
+            own = sound.samplerate
             if sound.format not in FORMATS:
                 raise bad_field("file", f"{sound.format} is not one of {', '.join(FORMATS)}")
             if not RATES[0] <= own <= RATES[1]:
                 raise bad_field("file", f"{own} samples a second are not between {RATES[0]} and {RATES[1]}")
-            size = max(BLOCK // sound.channels, 1)
-            while len(block := sound.read(size, dtype="float32", always_2d=True)):  # its head may say anything
-                left -= len(block)
-                if left < 0:
-                    raise bad_field("file", f"it is longer than the limit of {max_seconds:g} seconds")
-                parts.append(block.mean(axis=1))
+            parts = list(resampled(_blocks(sound, max_seconds), own, rate))
     except soundfile.SoundFileError as error:
         raise bad_field("file", f"it is no sound that can be read (wav, flac, mp3, ogg): {error}") from None
-    samples = np.concatenate(parts) if parts else np.zeros(0, np.float32)
-    if not len(samples):
+    if not parts:
         raise bad_field("file", "there is no sound in it")
-    return resampled(np.nan_to_num(samples, posinf=0.0, neginf=0.0), own, rate)
+    return np.concatenate(parts)
 
 
-def resampled(samples: np.ndarray, own: int, rate: int) -> np.ndarray:
-    """The same sound at another rate: `[N]` to `[ceil(N * rate / own)]`, both float32.
+def _blocks(sound: Any, max_seconds: float) -> Iterator[np.ndarray]:
+    """The samples of an open file, block by block: a small file may hold gigabytes of silence."""
+    left = math.floor(max_seconds * sound.samplerate)
+    size = max(BLOCK // sound.channels, 1)
+    while len(block := sound.read(size, dtype="float32", always_2d=True)):  # its head may say anything
+        left -= len(block)
+        if left < 0:
+            raise bad_field("file", f"it is longer than the limit of {max_seconds:g} seconds")
+        yield np.nan_to_num(block.mean(axis=1), posinf=0.0, neginf=0.0)
+
+
+def resampled(blocks: Iterable[np.ndarray], own: int, rate: int) -> Iterator[np.ndarray]:
+    """Blocks of the same sound at another rate: for `[N]` in all, `[ceil(N * rate / own)]`, both float32.
 
     Each sample is a weighted sum of those around its time; weights are a sinc that ends at `ROLL_OFF` of the lower
     rate's highest frequency, under a Hann window.
     """
     if own == rate:
-        return samples
+        yield from blocks
+        return
     up, down = rate // math.gcd(own, rate), own // math.gcd(own, rate)
     width = ROLL_OFF * min(1.0, rate / own)
     reach = math.ceil(ZEROS / width)
@@ -67,14 +75,21 @@ def resampled(samples: np.ndarray, own: int, rate: int) -> np.ndarray:
         return (width * np.sinc(times) * window).astype(np.float32)
 
     table = weights(np.arange(up)) if up <= OUTPUTS else None  # of odd rates it would be large
-    windows = sliding_window_view(np.pad(samples, (reach - 1, reach + 1)), 2 * reach)
-    places = np.arange(-(-len(samples) * up // down)) * down  # in samples, times `up`
-    found = np.empty(len(places), np.float32)
-    for start in range(0, len(places), OUTPUTS):
-        part = places[start : start + OUTPUTS]
-        own_weights = weights(part % up) if table is None else table[part % up]
-        found[start : start + len(part)] = np.einsum("nt,nt->n", windows[part // up], own_weights)
-    return found
+    held = np.zeros(reach - 1, np.float32)  # samples from the first on that the next output is made of
+    num_read = num_done = first = 0  # `first`: the time of that output, in samples
+    for block in itertools.chain(blocks, (None,)):
+        if block is None:  # silence behind the sound
+            held, end = np.append(held, np.zeros(reach + 1, np.float32)), -(-num_read * up // down)
+        else:
+            held, num_read = np.append(held, block), num_read + len(block)
+            end = -(-(num_read - reach) * up // down)
+        for start in range(num_done, end, OUTPUTS):
+            places = np.arange(start, min(start + OUTPUTS, end)) * down  # in samples, times `up`
+            own_weights = weights(places % up) if table is None else table[places % up]
+            windows = sliding_window_view(held, 2 * reach)[places // up - first]
+            yield np.einsum("nt,nt->n", windows, own_weights)
+        num_done = max(num_done, end)
+        held, first = held[num_done * down // up - first :], num_done * down // up
 
 
 class Ears:

@@ -111,8 +111,8 @@ def _submit(serving: Serving, body: TranslationRequest, task: str) -> tuple[Any,
     """Queues what a request asks for; the request, and how long its sound is. Takes as long as its encoder."""
     ears = serving.ears
     assert ears is not None
-    arguments = _arguments(serving, body, task)  # what they refuse need not be decoded
     with body.upload.file as file:
+        arguments = _arguments(serving, body, task)  # what they refuse need not be decoded
         samples = decoded(file, ears.rate, serving.settings.max_audio_seconds)
     try:
         handle = serving.engine.submit(**ears.heard(samples), **arguments, seed=secrets.randbits(62))

@@ -6,6 +6,7 @@ import io
 import math
 import sys
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any, get_args, get_type_hints
 from unittest import mock
@@ -25,7 +26,7 @@ from helpers.serving import Served, serving
 from helpers.waiting import eventually
 from hf_paged.server import ServerSettings, create_app, transcriptions
 from hf_paged.server.fields import HONOURED, REFUSED, TRANSCRIPTION, TRANSLATION
-from hf_paged.server.sounds import resampled
+from hf_paged.server.sounds import decoded, resampled
 from hf_paged.server.transcriptions import TranscriptionRequest, TranslationRequest
 
 MAX_SECONDS, FEW = 6, (0.0, 0.8)
@@ -63,21 +64,42 @@ def refused(reply: Any, param: str | None = None, status: int = 400) -> str:
 
 @pytest.mark.parametrize("rate", [8_000, 22_050, 44_100, 48_000, 44_101])
 def test_resampling_keeps_what_both_rates_have(rate: int) -> None:
-    """Beside the same sines at the other rate, as they are by formula; what that rate hasn't is gone."""
+    """Beside the same sines at the other rate, as they are by formula; frequencies that it can't hold are gone."""
     tones = [100.0, 440.0, 1234.5, 0.42 * min(rate, speech.RATE)]
 
     def sines(own: int, frequencies: list[float]) -> np.ndarray:
         time = np.arange(own) / own
         return sum(np.sin(2 * np.pi * f * time + f) for f in frequencies)  # type: ignore[return-value]
 
-    found = resampled(sines(rate, tones).astype(np.float32), rate, speech.RATE)
+    def at_other_rate(samples: np.ndarray, *cuts: int) -> np.ndarray:
+        return np.concatenate(list(resampled(np.split(samples.astype(np.float32), cuts), rate, speech.RATE)))
+
+    found = at_other_rate(sines(rate, tones))
     assert len(found) == speech.RATE and found.dtype == np.float32
+    assert np.array_equal(found, at_other_rate(sines(rate, tones), 0, 1, 5, 700, 701, 7000)), "whatever the blocks"
     assert np.abs(found - sines(speech.RATE, tones))[300:-300].max() < 1e-3
     if rate > speech.RATE:
-        high = resampled(sines(rate, [0.56 * speech.RATE]).astype(np.float32), rate, speech.RATE)
-        assert np.abs(high)[300:-300].max() < 1e-3
+        assert np.abs(at_other_rate(sines(rate, [0.56 * speech.RATE])))[300:-300].max() < 1e-3
     same = np.ones(7, np.float32)
-    assert resampled(same, rate, rate) is same
+    assert next(resampled([same], rate, rate)) is same
+    for length in (1, 2, 29):
+        assert len(at_other_rate(np.ones(length))) == math.ceil(length * speech.RATE / rate)
+
+
+def test_a_small_file_may_hold_gigabytes() -> None:
+    """Would break: decoding all of a file before its samples are brought to the model's rate."""
+    written = io.BytesIO()
+    with soundfile.SoundFile(written, "w", samplerate=192_000, channels=1, format="FLAC") as sound:
+        for _ in range(40):
+            sound.write(np.zeros(192_000, np.float32))
+    assert written.tell() < 1 << 17
+    written.seek(0)
+    tracemalloc.start()
+    try:
+        assert len(decoded(written, speech.RATE, 60.0)) == 40 * speech.RATE
+        assert tracemalloc.get_traced_memory()[1] < 40 * 192_000 * 4, "its samples alone"
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("seconds", [0.7, 1.6], ids=["short", "long"])

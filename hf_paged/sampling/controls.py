@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,8 @@ from transformers import LogitsProcessor
 
 from hf_paged.sampling.grammar import Grammar
 from hf_paged.sampling.logprobs import LogprobsWanted
+
+LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +54,10 @@ class SamplingControls:
             raise ValueError(f"seed must be an integer of 64 bits, got {seed!r:.80}")
         for name, value in (("presence_penalty", presence_penalty), ("frequency_penalty", frequency_penalty)):
             if not _is_number(value):
-                raise ValueError(f"{name} must be a finite number, got {value!r:.80}")
+                raise ValueError(f"{name} must be a finite number in float32, got {value!r:.80}")
         bias = {} if logit_bias is None else logit_bias
         if not isinstance(bias, Mapping) or not all(_is_number(value) for value in bias.values()):
-            raise ValueError(f"logit_bias must give finite numbers by token id, got {logit_bias!r:.80}")
+            raise ValueError(f"logit_bias must give finite numbers in float32 by token id, got {logit_bias!r:.80}")
         bad = next((token for token in bias if not _is_whole(token) or not 0 <= token < vocab_size), None)
         if bad is not None:
             raise ValueError(f"logit_bias has {bad!r:.80}, which is no token id from 0 to {vocab_size - 1}")
@@ -87,7 +88,8 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether it is a number that scores in float32 have: a larger one makes NaN of them."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
 class GeneratedTokenPenalties(LogitsProcessor):

@@ -122,10 +122,13 @@ def test_penalties_and_bias(pair: Pair, arguments: dict[str, Any]) -> None:
     [
         ({"seed": 1.5}, "seed must be an integer"),
         ({"seed": 2**64}, "seed must be an integer"),
-        ({"presence_penalty": float("nan")}, "presence_penalty must be a finite number, got nan"),
+        ({"presence_penalty": float("nan")}, "presence_penalty must be a finite number in float32, got nan"),
+        ({"presence_penalty": 1e39}, "presence_penalty must be a finite number in float32, got 1e"),
+        ({"frequency_penalty": 10**400}, "frequency_penalty must be a finite number in float32, got 1000"),
         ({"frequency_penalty": "1"}, "frequency_penalty must be a finite number"),
         ({"logit_bias": [1]}, "logit_bias must give finite numbers"),
         ({"logit_bias": {1: None}}, "logit_bias must give finite numbers"),
+        ({"logit_bias": {1: -1e39}}, "logit_bias must give finite numbers"),
         ({"logit_bias": {10**6: 1.0}}, "logit_bias has 1000000, which is no token id"),
     ],
 )

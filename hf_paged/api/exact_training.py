@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -132,6 +133,9 @@ class Forwards:
         self._check_state()
         ids, mask, positions = (given.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
         assert isinstance(ids, Tensor)
+        for name, own in (("attention_mask", mask), ("position_ids", positions)):
+            if own is not None and not isinstance(own, Tensor):
+                raise ValueError(f"an exact forward takes {name} as a tensor, got a {type(own).__name__}")
         if mask is not None and mask.shape != ids.shape:
             raise ValueError(
                 f"an exact forward takes a mask of {list(ids.shape)}, a number a token; got {list(mask.shape)}"
@@ -147,11 +151,11 @@ class Forwards:
             place = positions.expand(ids.shape)[is_real]
             if mask is None:  # several texts may follow each other in a row, as transformers' masks have it
                 is_first |= torch.cat([is_first[:1], place[1:] != place[:-1] + 1])
-        starts = is_first.nonzero()[:, 0].tolist()
-        lens = [end - start for start, end in zip(starts, [*starts[1:], len(place)], strict=True)]
         places = wanted[is_real].nonzero()[:, 0]
         if not len(places):
             raise ValueError("an exact forward was asked for the logits of no token")
+        starts = [*is_first.nonzero()[:, 0].tolist(), len(place)]
+        lens = [end - start for start, end in itertools.pairwise(starts)]
         return self._pass.logits(ids[is_real], place, lens, places)
 
     def check(self, given: dict[str, Any]) -> None:

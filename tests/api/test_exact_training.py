@@ -205,6 +205,9 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "hidden states": (None, {"output_hidden_states": True}, "output_hidden_states=True"),
     "a cache": (None, {"use_cache": True}, "use_cache=True"),
     "embeddings": (None, {"inputs_embeds": torch.zeros(1, 3, 8)}, "inputs_embeds"),
+    "a mask that is no tensor": (None, {"attention_mask": [[1, 1, 1, 1]]}, "attention_mask as a tensor, got a list"),
+    "positions that are no tensor": (None, {"position_ids": [[0, 1, 2, 3]]}, "position_ids as a tensor, got a list"),
+    "no token": (None, {"attention_mask": torch.zeros(1, 4, dtype=torch.long)}, "the logits of no token"),
     "a mask of its own": (None, {"attention_mask": torch.ones(1, 1, 4, 4)}, "a mask of"),
 }
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,8 @@ class Engine(Lasting):
         wanted = LogprobsWanted.of(logprobs, logprobs_mode, self._vocab_size)
         controls = SamplingControls(logprobs=wanted)
         listed = list_of_prompts(prompts)
+        if adapters is not None and (isinstance(adapters, str) or not isinstance(adapters, Iterable)):
+            raise ValueError(f"adapters must be a list of names, one for each prompt, got {adapters!r:.80}")
         names = [None] * len(listed) if adapters is None else list(adapters)
         if len(names) != len(listed):
             raise ValueError(f"got {len(names)} adapters for {len(listed)} prompts: give one for each, or None")
@@ -312,7 +315,7 @@ class Engine(Lasting):
                 what = f"requests can't have adapters of their own ({', '.join(names)})"
                 raise ValueError(f"{what}: {adapters.why_own_code}; use set_adapter")
 
-    def load_adapter(self, name: str, path: str | Path) -> None:
+    def load_adapter(self, name: str, path: str | PathLike[str]) -> None:
         """Makes a LoRA adapter known that PEFT has saved, for `adapter=`, without making PEFT's modules of it.
 
         Any number may be known: of those that no request uses, as many stay in memory as `adapter_space_gib` has room
@@ -327,6 +330,8 @@ class Engine(Lasting):
                 PEFT's own code runs. It names the file and the key.
         """
         self._check_patched()
+        if not isinstance(name, str) or not isinstance(path, str | PathLike):
+            raise ValueError(f"load_adapter() takes a name and a path, got {name!r:.80} and {path!r:.80}")
         core = self.core
         if self.ranks is not None:
             raise ValueError("load_adapter() is not for a model that is split between processes (tp_plan)")
@@ -340,7 +345,7 @@ class Engine(Lasting):
                 adapters.store = AdapterStore(lambda folder: read(folder, bound.model, base=adapters.base), budget)
             if adapters.knows(name):
                 raise ValueError(f"there is an adapter {name!r} already: take another name")
-        adapters.store.add(name, path)
+        adapters.store.add(name, Path(path))
 
     def unload_adapter(self, name: str) -> None:
         """Forgets an adapter that was loaded; requests that have it go on.

@@ -578,6 +578,12 @@ def test_refusals() -> None:
         model.generate(input_ids=ids, adapter_names=["one", "two", "one"], **OPTIONS)
     with pytest.raises(ValueError, match="got 1 adapters for 2 prompts"):
         engine.generate([[1, 2], [3, 4]], adapters=["one"])
+    for names in ("one", 1):
+        with pytest.raises(ValueError, match=f"adapters must be a list of names, one for each prompt, got {names!r}"):
+            engine.generate([[1, 2], [3, 4]], adapters=names)
+    for name, path in ((1, "folder"), ("three", None)):
+        with pytest.raises(ValueError, match="takes a name and a path"):
+            engine.load_adapter(name, path)
     model.merge_adapter(["one"])
     with pytest.raises(ValueError, match="unmerge_adapter"):
         model.generate(input_ids=ids, adapter_names=["one", "two"], **OPTIONS)

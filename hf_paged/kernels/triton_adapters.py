@@ -32,14 +32,16 @@ def _half(kind):
 
 
 @triton.jit
-def _neighbours(slots, num_tokens, TOKENS: tl.constexpr):
-    """This program's slot (below 0: it has nothing to do), the tokens around its own, and which of them are its."""
+def _own_work(slots, table, num_tokens, layer, num_layers, TOKENS: tl.constexpr):
+    """This program's entry and its rank (0: the program has nothing to do), the tokens around, and which are its."""
     place = tl.program_id(0)
     tokens = place // TOKENS * TOKENS + tl.arange(0, TOKENS)
     slot = tl.load(slots + place)
     mine = tl.load(slots + tokens, mask=tokens < num_tokens, other=-1) == slot
     first = tl.min(tl.where(mine, tokens, num_tokens), 0)
-    return tl.where(first == place, slot, -1).to(tl.int64), tokens.to(tl.int64), mine
+    entry = table + (slot.to(tl.int64) * num_layers + layer) * FIELDS
+    rank = tl.load(entry + RANK, mask=(slot >= 0) & (first == place), other=0).to(tl.int32)
+    return entry, rank, tokens.to(tl.int64), mine
 
 
 @triton.jit
@@ -89,10 +91,8 @@ def _shrink_kernel(
     RANKS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    slot, tokens, mine = _neighbours(slots, num_tokens, TOKENS)
-    if slot >= 0:
-        entry = table + (slot * num_layers + layer) * FIELDS
-        rank = tl.load(entry + RANK).to(tl.int32)
+    entry, rank, tokens, mine = _own_work(slots, table, num_tokens, layer, num_layers, TOKENS)
+    if rank > 0:
         start = tl.multiple_of(tl.program_id(1) * span, WIDTH)
         end = tl.minimum(start + span, width)
         own = scratch + tl.program_id(1).to(tl.int64) * num_tokens * room
@@ -147,44 +147,41 @@ def _expand_kernel(
     RANKS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    slot, tokens, mine = _neighbours(slots, num_tokens, TOKENS)
-    if slot >= 0:
-        entry = table + (slot * num_layers + layer) * FIELDS
-        rank = tl.load(entry + RANK).to(tl.int32)
-        if rank > 0:
-            start = tl.multiple_of(tl.program_id(1) * span, COLUMNS)
-            scale = tl.load(entry + SCALE).to(tl.int32).to(tl.float32, bitcast=True)
-            is_half = tl.load(entry + IS_HALF) != 0
-            HALF: tl.constexpr = _half(output.dtype.element_ty)
-            output_scale = tl.load(entry + 3)
-            for column in range(start, tl.minimum(start + span, width), COLUMNS):
-                columns = column + tl.arange(0, COLUMNS)
-                present = columns < width
-                if is_half:
-                    more = _from_ranks(
-                        entry, scratch, tokens, mine, columns, present, rank, num_tokens, num_parts, room, HALF, RANKS
-                    )
+    entry, rank, tokens, mine = _own_work(slots, table, num_tokens, layer, num_layers, TOKENS)
+    if rank > 0:
+        start = tl.multiple_of(tl.program_id(1) * span, COLUMNS)
+        scale = tl.load(entry + SCALE).to(tl.int32).to(tl.float32, bitcast=True)
+        is_half = tl.load(entry + IS_HALF) != 0
+        HALF: tl.constexpr = _half(output.dtype.element_ty)
+        output_scale = tl.load(entry + 3)
+        for column in range(start, tl.minimum(start + span, width), COLUMNS):
+            columns = column + tl.arange(0, COLUMNS)
+            present = columns < width
+            if is_half:
+                more = _from_ranks(
+                    entry, scratch, tokens, mine, columns, present, rank, num_tokens, num_parts, room, HALF, RANKS
+                )
+            else:
+                more = _from_ranks(
+                    entry, scratch, tokens, mine, columns, present, rank, num_tokens, num_parts, room, tl.float32,
+                    RANKS,
+                )  # fmt: skip
+            places = output + tokens[:, None] * width + columns
+            result = tl.load(places, mask=mine[:, None] & present, other=0.0).to(tl.float32)
+            more *= scale
+            if output_scale != 0:
+                factor = tl.load(_part(entry, 3, tl.float32) + columns, mask=present, other=1.0)[None, :]
+                if base_bias is not None:
+                    base = tl.load(base_bias + columns, mask=present, other=0.0).to(tl.float32)[None, :]
+                    result = factor * (result - base + more) + base
                 else:
-                    more = _from_ranks(
-                        entry, scratch, tokens, mine, columns, present, rank, num_tokens, num_parts, room, tl.float32,
-                        RANKS,
-                    )  # fmt: skip
-                places = output + tokens[:, None] * width + columns
-                result = tl.load(places, mask=mine[:, None] & present, other=0.0).to(tl.float32)
-                more *= scale
-                if output_scale != 0:
-                    factor = tl.load(_part(entry, 3, tl.float32) + columns, mask=present, other=1.0)[None, :]
-                    if base_bias is not None:
-                        base = tl.load(base_bias + columns, mask=present, other=0.0).to(tl.float32)[None, :]
-                        result = factor * (result - base + more) + base
-                    else:
-                        result = factor * (result + more)
-                else:
-                    result += more
-                tl.store(places, result.to(output.dtype.element_ty), mask=mine[:, None] & present)
+                    result = factor * (result + more)
+            else:
+                result += more
+            tl.store(places, result.to(output.dtype.element_ty), mask=mine[:, None] & present)
 
 
-hash_now(_neighbours, _part, _to_ranks, _from_ranks)
+hash_now(_own_work, _part, _to_ranks, _from_ranks)
 
 
 def add(

@@ -79,21 +79,13 @@ def make_server(
     return DrainingServer(config, app.state.serving)
 
 
-def run_server(
-    model: Any,
-    tokenizer: Any,
-    settings: ServerSettings,
-    host: str,
-    port: int,
-    drain_seconds: int,
-    processor: Any = None,
-) -> None:
-    """Serves until a signal comes. The log goes to stderr, in lines of JSON: one of each request, and others."""
+def run_server(*given: Any) -> None:
+    """Serves until a signal comes; takes what `make_server` does. The log goes to stderr, in lines of JSON."""
     lines = logging.StreamHandler()
     lines.setFormatter(JsonLines())
     logging.basicConfig(handlers=[lines])
     logging.getLogger("hf_paged.server").setLevel(logging.INFO)
-    server = make_server(model, tokenizer, settings, host, port, drain_seconds, processor)
+    server = make_server(*given)
     sys.setswitchinterval(0.001)  # threads that prepare requests soon give the interpreter back
     gc.collect()
     gc.freeze()  # the model and its libraries are here to stay: collections needn't look at them

@@ -204,7 +204,7 @@ class PagedLM(HFLM):  # type: ignore[misc]
         return found
 
     def _autocast(self) -> torch.autocast:
-        """What `hf` generates under."""
+        """The context in which `hf` generates."""
         return torch.autocast(
             device_type=self.device.type,
             dtype=self.mixed_precision_dtype,

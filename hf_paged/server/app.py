@@ -15,12 +15,13 @@ from starlette.responses import JSONResponse, Response
 
 from hf_paged import Engine, needs, patch
 from hf_paged.server import adapters, chat, completions, responses, transcriptions
+from hf_paged.server.chat_schemas import ChatRequest, TokenizeRequest
 from hf_paged.server.description import body_of, describe, docs, openapi
 from hf_paged.server.errors import ApiError, add_handlers
 from hf_paged.server.logs import RequestLog
 from hf_paged.server.metrics import CONTENT_TYPE
 from hf_paged.server.pictures import limits_of
-from hf_paged.server.schemas import Body, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from hf_paged.server.schemas import Body, CompletionRequest, DetokenizeRequest
 from hf_paged.server.serving import DOCS, OPENAPI, Handler, Serving
 from hf_paged.server.settings import ServerSettings
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from fastapi import Request
 
+from hf_paged.server.chat_schemas import ChatRequest
 from hf_paged.server.generation import Delta, Generation, Text
 from hf_paged.server.replies import DONE, TextEvents, event, joined
-from hf_paged.server.schemas import ChatRequest
 from hf_paged.server.serving import Serving
 from hf_paged.server.tools import Parser, has_schema, message_of, parser_of, read
 

@@ -11,9 +11,10 @@ from functools import cached_property
 from typing import Any
 
 from hf_paged import Grammar, GrammarCompiler
+from hf_paged.server.chat_schemas import ChatRequest
 from hf_paged.server.errors import ApiError, bad_field
 from hf_paged.server.grammar_trial import STACK_BYTES, GrammarTrial
-from hf_paged.server.schemas import ChatRequest, SamplingBody
+from hf_paged.server.schemas import SamplingBody
 from hf_paged.server.tools import grammar_of, has_schema
 
 LINE = re.compile(r"(?:at )?(\d+)\(\d+\): ")

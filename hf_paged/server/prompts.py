@@ -9,9 +9,10 @@ from typing import Any
 from pydantic_core import from_json
 from transformers.utils.chat_template_utils import _get_template_variables
 
+from hf_paged.server.chat_schemas import ContentPart, Message
 from hf_paged.server.errors import ApiError, bad_field
 from hf_paged.server.pictures import Pictures, Pixels
-from hf_paged.server.schemas import CompletionRequest, ContentPart, Message
+from hf_paged.server.schemas import CompletionRequest
 from hf_paged.server.settings import ServerSettings
 
 OURS = {"messages", "tools", "add_generation_prompt"}  # variables of a template that other fields set
@@ -37,7 +38,7 @@ class Prompt:
 
 
 class Prompts:
-    """What turns texts and chats into token ids. Slow enough to be done on another thread than the event loop's."""
+    """Turns texts and chats into token ids. It is slow, and so done on another thread than the event loop's."""
 
     def __init__(
         self,

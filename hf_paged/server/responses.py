@@ -12,22 +12,11 @@ from fastapi import Request
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
 
 from hf_paged.server import chat, fields
+from hf_paged.server.chat_schemas import MAX_MESSAGES, ChatRequest, ContentPart, Effort, Function, TemplateKwargs
 from hf_paged.server.errors import ApiError, invalid_body
 from hf_paged.server.generation import Generation
 from hf_paged.server.replies import event
-from hf_paged.server.schemas import (
-    MAX_MESSAGES,
-    Body,
-    ChatRequest,
-    ContentPart,
-    Effort,
-    Function,
-    Many,
-    Some,
-    Temperature,
-    TemplateKwargs,
-    not_many,
-)
+from hf_paged.server.schemas import Body, Many, Some, Temperature, not_many
 from hf_paged.server.serving import Serving
 from hf_paged.server.tools import Piece, parser_of, read
 
@@ -64,7 +53,7 @@ class InputCall(Body):
 
 
 class InputOutput(Body):
-    """What a function has returned."""
+    """The result of a function."""
 
     rules = fields.INPUT_OUTPUT
     type: Literal["function_call_output"]
@@ -87,7 +76,7 @@ Item = Annotated[
 
 
 class TextFormat(Body):
-    """What the text is to be."""
+    """The format that the text is to have."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = Field(None, max_length=64)
@@ -108,7 +97,7 @@ class TextFormat(Body):
 
 
 class TextOptions(Body):
-    """What the text is to look like."""
+    """Settings of the text."""
 
     rules = fields.TEXT
     format: TextFormat = TextFormat.model_validate({})

@@ -11,7 +11,8 @@ from typing import Any
 from pydantic_core import from_json
 
 from hf_paged import GrammarCompiler
-from hf_paged.server.schemas import ANY_OBJECT, ChatRequest, Function
+from hf_paged.server.chat_schemas import ChatRequest, Function
+from hf_paged.server.schemas import ANY_OBJECT
 from hf_paged.server.text import StopStrings
 
 Piece = dict[str, Any]  # what a delta of a message has: content, or tool_calls
@@ -81,7 +82,7 @@ class Parser:
 
 
 def parser_of(body: ChatRequest, tokenizer: Any) -> Parser:
-    """What reads the messages of a request."""
+    """The parser of a request's messages."""
     if body.is_forced:
         return _ForcedCalls()
     if not body.offered_tools:
@@ -103,7 +104,7 @@ def _call(index: int, name: str, arguments: str) -> Piece:
 
 
 def read(parser: Parser, text: str) -> Iterator[Piece]:
-    """What all of a message says. Parsers copy what is left of a text behind each thing that they find in it."""
+    """The parts of a whole message. Parsers copy what is left of a text behind each thing that they find in it."""
     for start in range(0, len(text), PIECE):
         yield from parser.feed(text[start : start + PIECE])
     yield from parser.end()

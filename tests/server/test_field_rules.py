@@ -11,7 +11,7 @@ from openai.types.chat import chat_completion_content_part_image_param as chat_i
 from openai.types.responses import response_input_item_param as item
 
 from helpers.serving import Served, shared_server
-from hf_paged.server import fields, schemas
+from hf_paged.server import chat_schemas, fields, schemas
 from hf_paged.server import responses as own
 from hf_paged.server.fields import HONOURED, REFUSED, TABLES, Rule
 from hf_paged.server.schemas import Body
@@ -19,18 +19,18 @@ from hf_paged.server.schemas import Body
 ROOT = Path(__file__).parents[2]
 TYPES: list[tuple[type[Body], tuple[Any, ...]]] = [  # ours, and OpenAI's
     (schemas.CompletionRequest, get_args(CompletionCreateParams)),
-    (schemas.ChatRequest, get_args(chat.CompletionCreateParams)),
+    (chat_schemas.ChatRequest, get_args(chat.CompletionCreateParams)),
     (own.ResponsesRequest, get_args(responses.ResponseCreateParams)),
     (schemas.StreamOptions, (chat.ChatCompletionStreamOptionsParam,)),
-    (schemas.Message, (chat.ChatCompletionAssistantMessageParam, chat.ChatCompletionUserMessageParam,
-                       chat.ChatCompletionToolMessageParam)),
-    (schemas.ContentPart, (chat.ChatCompletionContentPartTextParam, chat.ChatCompletionContentPartImageParam,
-                           responses.ResponseInputTextParam, responses.ResponseInputImageParam,
-                           responses.ResponseOutputTextParam)),
-    (schemas.ImageUrl, (chat_image.ImageURL,)),
-    (schemas.ToolCall, (chat.ChatCompletionMessageFunctionToolCallParam,)),
-    (schemas.Tool, (chat.ChatCompletionFunctionToolParam,)),
-    (schemas.Function, (shared_params.FunctionDefinition,)),
+    (chat_schemas.Message, (chat.ChatCompletionAssistantMessageParam, chat.ChatCompletionUserMessageParam,
+                            chat.ChatCompletionToolMessageParam)),
+    (chat_schemas.ContentPart, (chat.ChatCompletionContentPartTextParam, chat.ChatCompletionContentPartImageParam,
+                                responses.ResponseInputTextParam, responses.ResponseInputImageParam,
+                                responses.ResponseOutputTextParam)),
+    (chat_schemas.ImageUrl, (chat_image.ImageURL,)),
+    (chat_schemas.ToolCall, (chat.ChatCompletionMessageFunctionToolCallParam,)),
+    (chat_schemas.Tool, (chat.ChatCompletionFunctionToolParam,)),
+    (chat_schemas.Function, (shared_params.FunctionDefinition,)),
     (schemas.JsonSchema, (shared_params.response_format_json_schema.JSONSchema,)),
     (own.TextOptions, (responses.ResponseTextConfigParam,)),
     (own.TextFormat, (responses.ResponseFormatTextJSONSchemaConfigParam,)),
@@ -51,7 +51,7 @@ def test_every_field_of_openai_has_a_rule(kind: type[Body], theirs: tuple[Any, .
 
 
 def test_the_tables_are_those_of_the_schemas() -> None:
-    for kind, _ in [*TYPES, (schemas.TokenizeRequest, ()), (schemas.DetokenizeRequest, ())]:
+    for kind, _ in [*TYPES, (chat_schemas.TokenizeRequest, ()), (schemas.DetokenizeRequest, ())]:
         honoured = {name for name, rule in kind.rules.items() if rule.fate == HONOURED}
         assert honoured <= set(kind.names()) and not (set(kind.rules) - honoured) & set(kind.names())
         if kind.rules in [table for name, table in TABLES.items() if name.startswith("/")]:

@@ -15,10 +15,11 @@ from helpers.models import tiny_tokenizer
 from helpers.serving import Served, serving, shared_server
 from helpers.waiting import PATIENCE, join
 from hf_paged.server import limits
+from hf_paged.server.chat_schemas import ChatRequest
 from hf_paged.server.errors import invalid_body
 from hf_paged.server.limits import JsonSize
 from hf_paged.server.responses import ResponsesRequest
-from hf_paged.server.schemas import Body, ChatRequest, CompletionRequest
+from hf_paged.server.schemas import Body, CompletionRequest
 from hf_paged.server.serving import QUICK
 from hf_paged.server.settings import ServerSettings
 

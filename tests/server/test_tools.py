@@ -13,8 +13,8 @@ from openai.types.responses import Response
 from helpers.models import tiny_tokenizer
 from helpers.serving import Served, shared_server
 from hf_paged import GrammarCompiler
+from hf_paged.server.chat_schemas import ChatRequest
 from hf_paged.server.responses import _Items
-from hf_paged.server.schemas import ChatRequest
 from hf_paged.server.text import StopStrings
 from hf_paged.server.tools import _ForcedCalls, grammar_of, message_of, parser_of, read
 

@@ -85,7 +85,7 @@ class Pace:
         self._next = 0.0  # of `time.monotonic`
 
     async def run(self, work: Callable[..., T], *arguments: Any) -> T:
-        """What `work` returns, once its turn has come."""
+        """Runs `work` once its turn has come, and returns its result."""
         while (left := self._next - time.monotonic()) > 0:
             await asyncio.sleep(left)
         start = time.monotonic()
@@ -134,7 +134,7 @@ async def read_form(request: Request, kind: type[B], settings: ServerSettings, _
 
 
 async def _form(request: Request, settings: ServerSettings) -> FormData:
-    if not request.headers.get("Content-Type", "").startswith("multipart/form-data"):
+    if not request.headers.get("Content-Type", "").lower().startswith("multipart/form-data"):
         raise ApiError(400, "the body must be multipart/form-data, with the sound as `file`", code="invalid_form")
     parser = MultiPartParser(request.headers, _counted(request, settings.max_audio_bytes), max_files=1, max_fields=32)
     try:

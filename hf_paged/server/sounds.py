@@ -15,6 +15,7 @@ from hf_paged.server.errors import bad_field
 
 FORMATS = ("WAV", "WAVEX", "RF64", "FLAC", "MP3", "OGG")
 BLOCK = 1 << 18  # numbers that are decoded at once
+LOUDEST = 1 << 15  # of samples, which should be 1 at most: float32 holds the power of such a sound
 RATES = 1_000, 384_000  # samples a second that a file may have
 ZEROS = 24  # of the filter's sinc, on each side
 ROLL_OFF = 0.945  # of the lower of two rates, up to which frequencies are kept
@@ -45,14 +46,14 @@ def decoded(file: BinaryIO, rate: int, max_seconds: float) -> np.ndarray:
 
 
 def _blocks(sound: Any, max_seconds: float) -> Iterator[np.ndarray]:
-    """The samples of an open file, block by block: a small file may hold gigabytes of silence."""
+    """The samples of an open file, finite, block by block: a small file may hold gigabytes of silence."""
     left = math.floor(max_seconds * sound.samplerate)
     size = max(BLOCK // sound.channels, 1)
     while len(block := sound.read(size, dtype="float32", always_2d=True)):  # its head may say anything
         left -= len(block)
         if left < 0:
             raise bad_field("file", f"it is longer than the limit of {max_seconds:g} seconds")
-        yield np.nan_to_num(block.mean(axis=1), posinf=0.0, neginf=0.0)
+        yield np.clip(np.nan_to_num(block.mean(axis=1), posinf=0.0, neginf=0.0), -LOUDEST, LOUDEST)
 
 
 def resampled(blocks: Iterable[np.ndarray], own: int, rate: int) -> Iterator[np.ndarray]:
@@ -93,7 +94,7 @@ def resampled(blocks: Iterable[np.ndarray], own: int, rate: int) -> Iterator[np.
 
 
 class Ears:
-    """What makes of sounds what a model's encoder reads.
+    """Makes the input of a model's encoder out of sounds.
 
     Attributes:
         rate: Samples a second.
@@ -117,7 +118,7 @@ class Ears:
 
 
 def ears_of(model: Any, processor: Any) -> Ears | None:
-    """Those of a model whose encoder reads sounds; `None`: it reads something else.
+    """The ears of a model whose encoder reads sounds; `None`: it reads something else.
 
     Raises:
         ValueError: It has no processor.

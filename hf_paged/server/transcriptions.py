@@ -1,4 +1,4 @@
-"""`/v1/audio/transcriptions` and `/v1/audio/translations`: what is said in a sound, in its language or in English."""
+"""`/v1/audio/transcriptions` and `/v1/audio/translations`: the words of a sound, in its language or in English."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from fastapi import Request
-from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 from starlette.responses import PlainTextResponse
 from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
@@ -20,7 +20,7 @@ from hf_paged.server import fields
 from hf_paged.server.errors import ApiError, bad_argument, bad_field, logger, queue_full, server_ends
 from hf_paged.server.limits import read_form
 from hf_paged.server.replies import unless_gone
-from hf_paged.server.schemas import Body
+from hf_paged.server.schemas import Body, usable
 from hf_paged.server.serving import Serving
 from hf_paged.server.sounds import decoded
 
@@ -31,14 +31,6 @@ THRESHOLDS = {"compression_ratio_threshold": 1.35, "logprob_threshold": -1.0, "n
 TIMED = ("verbose_json", "srt", "vtt")
 
 
-def _number(given: Any) -> Any:
-    """Forms have texts only."""
-    try:
-        return float(given)
-    except (TypeError, ValueError):
-        return given
-
-
 class TranslationRequest(Body):
     """The form of `/v1/audio/translations`."""
 
@@ -47,16 +39,12 @@ class TranslationRequest(Body):
     model: str | None = None
     prompt: str | None = Field(None, max_length=4096)
     response_format: str = "json"
-    temperature: Annotated[float, BeforeValidator(_number), Field(ge=0, le=1)] = 0.0
+    temperature: Annotated[float, Field(ge=0, le=1, strict=False), AfterValidator(usable)] = 0.0  # a text
     _upload: Any = PrivateAttr(None)
 
     def take(self, upload: Any) -> None:
         """Takes the file that was sent."""
         self._upload = upload
-
-    @property
-    def upload(self) -> Any:
-        return self._upload
 
 
 class TranscriptionRequest(TranslationRequest):
@@ -74,12 +62,12 @@ class TranscriptionRequest(TranslationRequest):
 
 
 async def transcribe(serving: Serving, request: Request) -> Any:
-    """What is said in a sound."""
+    """Writes down the words of a sound."""
     return await _answer(serving, request, TranscriptionRequest, "transcribe")
 
 
 async def translate(serving: Serving, request: Request) -> Any:
-    """What is said in a sound, in English."""
+    """Writes down the words of a sound in English."""
     return await _answer(serving, request, TranslationRequest, "translate")
 
 
@@ -93,7 +81,7 @@ async def _answer(serving: Serving, request: Request, kind: type[TranslationRequ
             output = await unless_gone(request.receive, _result(handle))
     finally:
         handle.cancel()
-    return _shown(body, await serving.in_thread(Transcript.of, serving, body, task, output, seconds))
+    return _shown(body, await serving.in_thread(Transcript.of, serving, task, output, seconds))
 
 
 async def _result(handle: Any) -> RequestOutput:
@@ -108,11 +96,11 @@ async def _result(handle: Any) -> RequestOutput:
 
 
 def _submit(serving: Serving, body: TranslationRequest, task: str) -> tuple[Any, float]:
-    """Queues what a request asks for; the request, and how long its sound is. Takes as long as its encoder."""
+    """Queues a request; returns its handle, and the seconds of its sound. Takes as long as the encoder."""
     ears = serving.ears
     assert ears is not None
-    with body.upload.file as file:
-        arguments = _arguments(serving, body, task)  # what they refuse need not be decoded
+    with body._upload.file as file:
+        arguments = _arguments(serving, body, task)  # a sound beside bad ones need not be decoded
         samples = decoded(file, ears.rate, serving.settings.max_audio_seconds)
     try:
         handle = serving.engine.submit(**ears.heard(samples), **arguments, seed=secrets.randbits(62))
@@ -162,7 +150,7 @@ def _known(serving: Serving, language: str) -> str:
 
 @dataclass(slots=True)
 class Segment:
-    """What is said from one time to another, in seconds; how likely its tokens were, on average."""
+    """The words between two times, in seconds, and the mean log-probability of their tokens."""
 
     start: float
     end: float
@@ -173,7 +161,7 @@ class Segment:
 
 @dataclass(slots=True)
 class Transcript:
-    """What was said in a sound of so many seconds; `segments`: of a model that has times."""
+    """The words of a sound of so many seconds; a model without times gives no segments."""
 
     text: str
     seconds: float
@@ -181,9 +169,7 @@ class Transcript:
     segments: list[Segment]
 
     @classmethod
-    def of(
-        cls, serving: Serving, body: TranslationRequest, task: str, output: RequestOutput, seconds: float
-    ) -> Transcript:
+    def of(cls, serving: Serving, task: str, output: RequestOutput, seconds: float) -> Transcript:
         def text_of(token_ids: list[int]) -> str:
             text: str = serving.tokenizer.decode(token_ids, skip_special_tokens=True)
             return text
@@ -207,7 +193,7 @@ class Transcript:
 
 
 def _mean_logprob(result: dict[str, Any], places: tuple[int, int]) -> float:
-    """Of the tokens in these places of what a segment was cut out of."""
+    """The mean of the tokens in these places of the window that a segment was cut out of."""
     sequence, scores = result["sequences"], result["scores"]
     first = len(sequence) - len(scores)  # tokens of the prompt
     found = [

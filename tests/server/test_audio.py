@@ -186,6 +186,7 @@ def test_what_a_request_asks_for_changes_it(hearing: Served, monkeypatch: pytest
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": "1.5"}, "temperature"),
         ({"temperature": "nan"}, "temperature"),
+        ({"temperature": "1e-45"}, "temperature"),
         ({"response_format": "diarized_json"}, "response_format"),
         ({"timestamp_granularities[]": "word"}, "timestamp_granularities.0"),
         ({"timestamp_granularities[]": "segment"}, "timestamp_granularities"),
@@ -239,6 +240,14 @@ def test_broken_files_and_forms(hearing: Served) -> None:
     refused(hearing.http.post(path, content=b"--x\r\n", headers={"Content-Type": "multipart/form-data"}))
     refused(hearing.http.post(path, data={"file": "a.wav"}, files={"a": (None, "b")}), "file")
     refused(ask(hearing, sound=("a.wav", bytes(2 << 20))), status=413)
+    odd = {"Content-Type": "Multipart/Form-Data; boundary=x"}
+    assert "file: " in refused(hearing.http.post(path, content=b"--x--\r\n", headers=odd), "file")
+
+
+@pytest.mark.parametrize("value", [1e38, -1e38, math.inf, math.nan])
+def test_samples_beyond_all_measure(hearing: Served, value: float) -> None:
+    """Would break: features that are NaN, and then an error of the server's."""
+    assert ask(hearing, sound=file_of(np.full(9000, value, np.float32), subtype="FLOAT")).status_code == 200
 
 
 def test_text_is_refused(hearing: Served) -> None:

@@ -151,9 +151,10 @@ class Engine(Lasting):
         """Queues one prompt and returns at once.
 
         Args:
-            input_ids: Token ids: a list, or a 1-D tensor or array, or one of `[1, L]`. Of a model with an encoder, what
-                that reads: ids, or by its name what it takes in their place (`input_features=`, `pixel_values=`),
-                `[1, ...]`; `decoder_input_ids=` are the prompt. The encoder runs on this thread.
+            input_ids: Token ids: a list, or a 1-D tensor or array, or one of `[1, L]`. As in `generate()`, pad tokens
+                among them are hidden unless an `attention_mask` is given. A model with an encoder takes the encoder's
+                input here, or by its name (`input_features=`, `pixel_values=`), `[1, ...]`; `decoder_input_ids=` are
+                the prompt. The encoder runs on this thread.
             generation_config: As in `model.generate()`.
             request_id: Any name not in use by an unfinished request; `None`: one is made.
             priority: The lower, the earlier; first come, first served within a priority.
@@ -330,8 +331,9 @@ class Engine(Lasting):
                 PEFT's own code runs. It names the file and the key.
         """
         self._check_patched()
-        if not isinstance(name, str) or not isinstance(path, str | PathLike):
-            raise ValueError(f"load_adapter() takes a name and a path, got {name!r:.80} and {path!r:.80}")
+        for own, kind in ((name, str), (path, str | PathLike)):
+            if not isinstance(own, kind):
+                raise ValueError(f"load_adapter() takes a name and a path, got {own!r:.80}")
         core = self.core
         if self.ranks is not None:
             raise ValueError("load_adapter() is not for a model that is split between processes (tp_plan)")

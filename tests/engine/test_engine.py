@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig, LlamaForCausalLM, LogitsProcessorList, TextStreamer
 
 import hf_paged
-from helpers.models import EOS, VOCAB, build, name_of, random_ids, tiny_tokenizer
+from helpers.models import EOS, PAD, VOCAB, build, name_of, random_ids, tiny_tokenizer
 from helpers.pairs import MakePair, Pair
 from helpers.requests import ENDLESS, SAMPLE, Brake, Gate, blocks_in_use, settle, stock_rows
 from helpers.user_code import USER_CODE, Asker, Boom, NextToken, StopAll
@@ -58,6 +58,19 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "no_cache": lambda: {"use_cache": False},
     "config": lambda: {"generation_config": GenerationConfig(do_sample=True, top_k=5, num_return_sequences=2)},
 }
+
+
+def test_pad_tokens_in_a_prompt_are_hidden_as_generate_hides_them(pair: Pair) -> None:
+    """Would break: a list that is read otherwise than the same ids as a tensor, a mask that doesn't count."""
+    for place in (0, 4):
+        ids = random_ids(1, 9)
+        ids[0, place] = PAD
+        mask, expected = torch.ones_like(ids), stock_rows(pair.stock, ids, max_new_tokens=8)
+        assert expected != (shown := stock_rows(pair.stock, ids, max_new_tokens=8, attention_mask=mask))
+        for prompt in (ids, ids[0], ids[0].tolist()):
+            assert pair.engine.submit(prompt, max_new_tokens=8).result(PATIENCE).sequences == expected
+        assert pair.engine.generate([ids[0].tolist()], max_new_tokens=8)[0].sequences == expected
+        assert pair.engine.submit(prompt, max_new_tokens=8, attention_mask=mask).result(PATIENCE).sequences == shown
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from hf_paged.api.given_call import OUTPUTS
 from hf_paged.api.own_forward import hands_on
 from hf_paged.api.patching import is_patched
 from hf_paged.api.support import is_supported, unwrap
@@ -35,26 +36,27 @@ def exact_training(model: Any) -> Iterator[None]:
     checkpointing. Where no position ids are given, a token's position is its place among its row's real tokens, as in
     `generate()`. An optimizer's step waits for the engine's, which then wait for it.
 
-    If TRL's trainers have put their forward on the model, that is exact, too; enter it behind the trainer's making.
+    If TRL's trainers have put their forward on the model, that is exact, too; make the trainer before you enter this.
 
     Args:
-        model: Patched, or a PEFT model around one. On CPU, of those that `is_supported(model).exact` says yes to.
+        model: Patched, or a PEFT model around one, on CPU; its `is_supported(model).exact` is true.
 
     Raises:
-        ValueError: It is not patched, or not exact: the message says why. Each forward raises it for dropout and
-            gradient checkpointing in training mode, autocast, and what it can't give (a cache, hidden states).
+        ValueError: The model is not patched, or not exact: the message says why. Each forward raises it for dropout and
+            gradient checkpointing in training mode, autocast, and outputs that it can't give (a cache, hidden states).
     """
     inner: Any = unwrap(model)
     if not is_patched(inner):
         raise ValueError(f"exact_training needs a patched model: hf_paged.patch() the {type(inner).__name__} first")
     engine: Engine = inner.paged
+    forwards = Forwards(inner)
     with ExitStack() as stack:
         if "trl" in sys.modules:
-            stack.enter_context(trl.exact_head(inner, Forwards(inner)))
+            stack.enter_context(trl.exact_head(inner, forwards))
         if reasons := why_not(inner):
             raise UnsupportedModelError(f"exact training of {type(inner).__name__}", reasons)
         stack.enter_context(steps_wait_for_optimizers(engine.core))
-        outer, engine.exact_forwards = engine.exact_forwards, Forwards(inner)
+        outer, engine.exact_forwards = engine.exact_forwards, forwards
         stack.callback(setattr, engine, "exact_forwards", outer)
         yield
 
@@ -97,10 +99,10 @@ class Forwards:
         )
 
     def forward(self, given: dict[str, Any]) -> CausalLMOutputWithPast:
-        """Such a call. Logits of padding are zeros.
+        """Runs such a call. Logits of padding are zeros.
 
         Raises:
-            ValueError: It asks for what there is not.
+            ValueError: It asks for more than logits and a loss.
         """
         keep, labels = given.get("logits_to_keep"), given.get("labels")
         self.check({name: value for name, value in given.items() if name not in _LOSS})
@@ -128,7 +130,7 @@ class Forwards:
         """`[K, vocab_size]`, those of real tokens in `wanted`, `[rows, tokens]` bool, row by row.
 
         Raises:
-            ValueError: There is none; or it can't be exact now.
+            ValueError: No token is wanted; or the forward can't be exact now.
         """
         self._check_state()
         ids, mask, positions = (given.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
@@ -159,10 +161,11 @@ class Forwards:
         return self._pass.logits(ids[is_real], place, lens, places)
 
     def check(self, given: dict[str, Any]) -> None:
-        """Raises `ValueError` if a forward is asked for what there is not, beside a loss."""
-        others = {name: value for name, value in given.items() if name not in _INPUTS}
-        for name, value in others.items():
-            if value is not None and value is not False and (name, value) != ("return_dict", True):
+        """Raises `ValueError` if a forward is asked for more than logits."""
+        asked = {name: True for name in OUTPUTS if getattr(self._model.config, name, False)}  # by the config
+        asked |= {name: value for name, value in given.items() if name not in _INPUTS and value is not None}
+        for name, value in asked.items():
+            if value is not False and (name, value) != ("return_dict", True):
                 raise ValueError(
                     f"an exact forward takes {', '.join(_INPUTS)}, and labels; it was given {name}={value!r:.80}"
                 )

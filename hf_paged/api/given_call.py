@@ -16,6 +16,7 @@ from hf_paged.model.sources import sources_of
 from hf_paged.model.wrapper import token_positions
 
 DECODER_ARGUMENTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")  # behind "decoder_"
+OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")  # that a config may ask for, too
 # What `generate()` needs for stop strings and hands on to every forward, where no model looks at it.
 IGNORED_BY_FORWARD = {"tokenizer"}
 
@@ -73,7 +74,7 @@ def check_continuation(cache: PagedCache, tokens: Tensor, mask: Tensor | None) -
 
 
 def forward_call(self: Any, cache: PagedCache, given: dict[str, Any]) -> ForwardCall:
-    """What a forward of the model over a `PagedCache` is given (by name; taken out of the dict), to be looked at."""
+    """The arguments of a forward over a `PagedCache` (by name; taken out of the dict), to be looked at."""
     sources = _take_sources(self, cache, given) if self.paged.core.bound.source_tap is not None else None
     call = ForwardCall(
         input_ids=given.pop("input_ids", None),
@@ -88,7 +89,7 @@ def forward_call(self: Any, cache: PagedCache, given: dict[str, Any]) -> Forward
         call.logits_to_keep = 0
     for name in (*CACHE_ARGUMENTS, "use_cache", *IGNORED_BY_FORWARD):
         given.pop(name, None)
-    for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
+    for name in OUTPUTS:
         if given.get(name) is None and getattr(self.config, name, False):
             given[name] = True  # asked for by the config
     # Arguments at their neutral value ask for nothing; the rest needs the model's own forward.

@@ -14,7 +14,7 @@ MODES = ("raw", "processed")
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """How likely a token was.
+    """The log-probability of a token.
 
     Attributes:
         token_id: The token.
@@ -33,11 +33,11 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class LogprobsWanted:
-    """What is asked of each token.
+    """A request for log-probabilities of generated tokens.
 
     Attributes:
         is_processed: Of what sampling drew from, not of the model's own logits.
-        has_support: Say what there was to draw from.
+        has_support: Name the tokens that there were to draw from.
     """
 
     num_top: int
@@ -46,7 +46,7 @@ class LogprobsWanted:
 
     @property
     def needs_scores(self) -> bool:
-        """Whether it is about what processors make of logits."""
+        """Whether it needs the scores that processors make of logits."""
         return self.is_processed or self.has_support
 
     @classmethod
@@ -69,7 +69,7 @@ class LogprobsWanted:
 
 @dataclass(frozen=True, slots=True)
 class ScoresWanted:
-    """What is asked of a given text's tokens, of the model's own logits.
+    """A request for log-probabilities of a given text's tokens, by the model's own logits.
 
     Attributes:
         first: Index of the first token that is asked about.
@@ -100,7 +100,7 @@ def _check_number(name: str, value: Any, vocab_size: int) -> None:
 
 
 def log_probs(logits: Tensor, temperature: float = 1.0, support: Tensor | None = None) -> Tensor:
-    """What is said of tokens wherever it is asked: where they are sampled, scored, and trained on.
+    """The one formula of log-probabilities: of tokens that are sampled, scored, and trained on.
 
     Args:
         logits: `[..., vocab_size]`, or scores that processors made of them.
@@ -121,9 +121,9 @@ def log_probs(logits: Tensor, temperature: float = 1.0, support: Tensor | None =
 def token_log_probs(
     logits: Tensor, tokens: Tensor, *, temperature: float = 1.0, support: Tensor | None = None
 ) -> Tensor:
-    """The log-probabilities of tokens, by the function that says them of sampled tokens: equal logits, equal bits.
+    """The log-probabilities of tokens, by the formula of sampled tokens: equal logits, equal bits.
 
-    Of `submit(logprobs=0, logprobs_mode="processed")`, where nothing but temperature and truncation was asked for.
+    `submit(logprobs=0, logprobs_mode="processed")` gives the same, with no processors but temperature and truncation.
 
     Args:
         logits: `[..., vocab_size]`, of the model.
@@ -133,7 +133,12 @@ def token_log_probs(
 
     Returns:
         `[...]` float32.
+
+    Raises:
+        ValueError: A temperature of 0, which has none.
     """
+    if not temperature > 0:
+        raise ValueError(f"temperature must be above 0, got {temperature!r:.80}")
     return log_probs(logits, temperature, support).gather(-1, tokens[..., None])[..., 0]
 
 

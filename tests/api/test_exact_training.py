@@ -228,6 +228,17 @@ def test_refused(case: str) -> None:
     assert model(input_ids=torch.tensor([[5, 6, 7, 8]])).logits.requires_grad
 
 
+@pytest.mark.parametrize("name", ["output_router_logits", "output_hidden_states"])
+def test_what_a_config_asks_for_is_refused(name: str) -> None:
+    """Would break: a loss without that of the routers, which stock adds to it."""
+    model, ids = made("qwen3_moe"), torch.tensor([[5, 6, 7, 8]])
+    with hf_paged.exact_training(model):
+        setattr(model.config, name, True)
+        with pytest.raises(ValueError, match=f"{name}=True"):
+            model(input_ids=ids, labels=ids)
+        assert model(input_ids=ids, labels=ids, **{name: False}).loss.requires_grad
+
+
 def test_models_refused() -> None:
     """Would break: a model whose layers have no exact kernel, or whose backward would mix rows, taken."""
     with pytest.raises(ValueError, match="patch"), hf_paged.exact_training(build("llama")):
@@ -269,5 +280,7 @@ def test_support(truncation: dict[str, Any]) -> None:
         plain = hf_paged.token_log_probs(logits, tokens)[labels != -100]
     assert torch.equal(found.detach(), sampled(outputs))
     assert plain.tolist() == [each.logprob for own in raw for each in own]
+    with pytest.raises(ValueError, match="temperature must be above 0, got 0"):
+        hf_paged.token_log_probs(logits, tokens, temperature=0)
     with pytest.raises(ValueError, match="return_support"):
         model.paged.submit([5, 6], num_beams=2, return_support=True, max_new_tokens=2)

@@ -79,7 +79,7 @@ def one_source(given: Any, arguments: dict[str, Any], model: Any) -> Tensor | No
     if name == "input_ids":
         return one_prompt(source, model)
     source = torch.as_tensor(source) if isinstance(source, Tensor | np.ndarray) else source
-    if not isinstance(source, Tensor) or len(source) != 1 or not source.is_floating_point():
+    if not isinstance(source, Tensor) or source.shape[:1] != (1,) or not source.is_floating_point():
         kind = f"one of {source.dtype}, {tuple(source.shape)}" if isinstance(source, Tensor) else f"{source!r:.80}"
         raise ValueError(
             f"submit({name}=...) takes what this model's encoder reads of one request, a tensor of floats [1, ...], "

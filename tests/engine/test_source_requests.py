@@ -139,6 +139,7 @@ def test_cancelled_whisper_ends_within_a_step(make_pair: MakePair, given: dict[s
         ({}, "input_features"),
         ({"input_ids": [1, 2]}, "input_features"),
         ({"input_features": speech.features(2)}, "one request"),
+        ({"input_features": torch.tensor(1.0)}, "one request"),
         ({"input_features": speech.features(1, 40)}, "length 100"),
         ({"input_features": speech.features(), "language": "tlh"}, "Unsupported language"),
         ({"input_features": speech.features(1, 200), "return_timestamps": False}, "return_timestamps"),

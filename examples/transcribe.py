@@ -1,4 +1,4 @@
-"""Speech: a Whisper that hears melodies. Each is encoded and stored once, however many beams read it.
+"""Speech: a Whisper that hears melodies. Each is stored once, however many users and beams read it.
 
 The model has one layer each and is trained on the spot, in seconds, to write down notes that are made on the spot, too.
 

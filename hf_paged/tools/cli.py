@@ -260,10 +260,11 @@ def serve(
             public_docs=public_docs,
             cors_origins=tuple(cors_origin or ()),
         )
-        kind = _kind(model)
-        tokenizer, loaded = _load(model, dtype, _device(device), kind)
+        source = _source(model)
+        kind = _kind(source)
+        tokenizer, loaded = _load(source, dtype, _device(device), kind)
         has_processor = kind in (AutoModelForImageTextToText, AutoModelForSpeechSeq2Seq)
-        processor = AutoProcessor.from_pretrained(model) if has_processor else None
+        processor = AutoProcessor.from_pretrained(source) if has_processor else None
         patch(loaded, **{name: value for name, value in given.items() if value is not None})
         for name, path in adapters.items():
             loaded.paged.load_adapter(name, path)
@@ -328,16 +329,21 @@ def _kind(name: str) -> Any:
     return next((kind for kind in kinds if type(config) in kind._model_mapping), AutoModelForCausalLM)
 
 
-def _load(name: str, dtype: str, device: torch.device, kind: Any = AutoModelForCausalLM) -> tuple[Any, Any]:
-    """Tokenizer (set up for batches) and model."""
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+def _source(name: str) -> str:
+    """The folder of a model, or its name."""
     folder = Path(name).expanduser()
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ValueError(f"the folder {name} holds no model: it has no config.json")
     if not folder.is_dir() and name.startswith((".", "/", "~")):
         raise ValueError(f"there is no folder {name}")
-    source = str(folder) if folder.is_dir() else name
+    return str(folder) if folder.is_dir() else name
+
+
+def _load(name: str, dtype: str, device: torch.device, kind: Any = AutoModelForCausalLM) -> tuple[Any, Any]:
+    """Tokenizer (set up for batches) and model."""
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    source = _source(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left", truncation_side="left")
         model = kind.from_pretrained(source, dtype=DTYPES[dtype]).to(device).eval()

@@ -255,7 +255,8 @@ def test_serve_loads_models_with_an_encoder_whole(tmp_path, monkeypatch, kind):
         part.save_pretrained(tmp_path / "model")
     served = []
     monkeypatch.setattr("hf_paged.server.run.run_server", lambda *given: served.append(given))
-    result = invoke("serve", tmp_path / "model", "--num-blocks", 64, "--max-audio-seconds", 60)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    result = invoke("serve", "~/model", "--num-blocks", 64, "--max-audio-seconds", 60)
     assert result.exit_code == 0, result.output
     loaded, tokenizer, settings = served[0][:3]
     processor = served[0][-1]

@@ -54,7 +54,7 @@ def lookup_settings(model: Any, call: PreparedCall) -> LookupSettings | None:
 
 
 def draft_model_of(model: Any, call: PreparedCall) -> DraftModel | None:
-    """What another patched model guesses for several prompts; `None`: for one, or drafts are not such a model's.
+    """The patched model that drafts for several prompts; `None`: there is one prompt, or no such model.
 
     Raises:
         UnsupportedCallError: That model is assisted itself: two loops could wait for each other's steps.

@@ -65,7 +65,7 @@ def why_not_exact(model: PreTrainedModel, trial: Trial) -> tuple[str, ...]:
 
 
 def _of_steps(traits: ModelTraits, dtype: torch.dtype, device: torch.device) -> Iterator[str]:
-    """What holds for all steps of such a model here."""
+    """Reasons that hold for all steps of such a model here."""
     if not traits.runs_packed:
         yield f"its forwards don't run packed, so that torch multiplies rows of one width together: {traits.why_padded}"
     if traits.has_latents:
@@ -86,7 +86,7 @@ def _of_steps(traits: ModelTraits, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _of_modules(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[str]:
-    """What is about this model, and not its architecture."""
+    """Reasons that lie in this model, and not in its architecture."""
     everything, ranks = dict(model.named_modules()), ranks_of(model) or ()
     shared = {id(module) for module in peft_layers.shared_modules(model) if not peft_layers.is_tuner(module)}
     modules = {name: module for name, module in everything.items() if id(module) in shared}
@@ -135,7 +135,7 @@ def _is_added_in_c(layer: Any, dtype: torch.dtype) -> bool:
 
 
 def _of_trial(model: PreTrainedModel, traits: ModelTraits, dtype: torch.dtype) -> list[str]:
-    """What a shrunken copy does over the pool: operations that are not known, rows that are other bits alone."""
+    """Reasons found with a shrunken copy: operations that are not known, rows whose bits are others alone."""
     model = model.to(dtype)  # type: ignore[arg-type]
     attach(model, PagedConfig(num_blocks=4096, block_size=2, cuda_graphs=False), traits)
     operations, bound = _Operations(), model.paged.core.bound  # type: ignore[union-attr]

@@ -81,7 +81,7 @@ class TriedCall(_Placeholder):
 
 
 def _surroundings(model: Any) -> Any:
-    """What a forward is computed in, that what is around it may have changed."""
+    """The settings that a forward is computed in, and that code around it may have changed."""
     return model.paged.core.batch_key(), torch.get_default_dtype(), model.training
 
 

@@ -181,7 +181,7 @@ def _shrunken(name: str, value: Any) -> Any:
 
 
 def _chosen_layers(config: PreTrainedConfig) -> list[int]:
-    """Which layers the small copy has: two of each type, and one of whatever else varies from layer to layer."""
+    """The layers of the small copy: two of each type, and one for each other difference between layers."""
     num_layers = stated(config, "num_hidden_layers") or stated(config, "decoder_layers") or 2
     lists = {
         name: value
@@ -266,7 +266,7 @@ def _mixer_widths(config: PreTrainedConfig, widths: dict[str, int]) -> dict[str,
 
 
 def _ratio(config: PreTrainedConfig) -> float:
-    """What heads of 16 are to the model's own."""
+    """The share of the model's own heads that heads of 16 are."""
     width, hidden_size, num_heads = (
         stated(config, name) for name in ("head_dim", "hidden_size", "num_attention_heads")
     )
@@ -310,7 +310,7 @@ def _scaled(width: int, ratio: float) -> int:
 
 
 def _take_overrides(config: PreTrainedConfig) -> dict[int, dict[str, Any]]:
-    """What a config says of single layers (transformers' heterogeneous configs); it says nothing of that any more."""
+    """Takes the settings of single layers (transformers' heterogeneous configs) out of a config."""
     spec = vars(config).get("_heterogeneity_spec")
     if spec is None:
         return {}

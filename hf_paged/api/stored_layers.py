@@ -136,7 +136,7 @@ class Zeros(TorchDispatchMode):
 
 @torch.no_grad()
 def noted_on_meta(model: PreTrainedModel) -> NotingCache:
-    """What a model without numbers stores of two tokens, in a cache that notes it.
+    """Runs two tokens through a model without numbers; returns the cache, which has noted what layers stored.
 
     Raises:
         Exception: Whatever its forward raises.
@@ -157,12 +157,12 @@ def noted_on_meta(model: PreTrainedModel) -> NotingCache:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What the layers of a model cache.
+    """The specs of a model's caching layers.
 
     Attributes:
-        layers: The specs of what is cached of each token, one a layer; `None`: nothing.
-        indexers: The specs of what the layers' indexers cache beside that; empty if no layer has one.
-        states: The specs of what layers keep of all tokens together, by the layer's number.
+        layers: For each layer, of the cache of single tokens; `None`: the layer has none.
+        indexers: The same of the layers' indexers; empty if no layer has one.
+        states: Of the states that layers keep of all tokens together, by the layer's number.
     """
 
     layers: Layers
@@ -171,7 +171,7 @@ class Stored:
 
     @classmethod
     def of(cls, cache: NotingCache, dtype: torch.dtype) -> Stored | str:
-        """What was noted in a model of this dtype, or why that can't be in the pool."""
+        """The specs of noted layers in a model of this dtype, or why they can't be in the pool."""
         if not cache.noted and not cache.states:
             return "its layers store no keys and values"
         for index, (heads, _, value_heads, _) in cache.noted.items():

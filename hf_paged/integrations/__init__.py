@@ -1,1 +1,1 @@
-"""What hf_paged knows of other packages that change a model."""
+"""Knowledge about other packages that change a model."""

@@ -25,7 +25,7 @@ from hf_paged.sampling.logprobs import log_probs
 logger = logging.get_logger(__name__)
 
 TESTED = ("1.16",)
-"""Versions, by their beginnings: what is done here follows from a private function of theirs."""
+"""Versions, by their beginnings: this module depends on a private function of theirs."""
 
 
 class Forwards(Protocol):
@@ -84,7 +84,7 @@ def _is_fused(forward: Any) -> bool:
 
 
 def _wide_head(head: Any, states: Tensor) -> Tensor:
-    """What `cast_lm_head_to_fp32` makes of a head, in rollouts as well, each row with one order of sums."""
+    """The forward of a head under `cast_lm_head_to_fp32`, in rollouts as well, each row with one order of sums."""
     with torch.no_grad():
         value = exact_operations.linear(states.detach().float(), head.weight, head.bias)
     found: Tensor = Product.apply([value], states, head.weight, head.bias)
@@ -92,7 +92,7 @@ def _wide_head(head: Any, states: Tensor) -> Tensor:
 
 
 def _fused(forwards: Forwards, settings: dict[str, Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """What TRL's forward returns: of each labelled token its log-probability, and so on."""
+    """The result of TRL's forward: the log-probability of each labelled token, and so on."""
     from trl.trainer.utils import FusedCausalLMOutput
 
     given = dict(zip(("input_ids", "attention_mask", "position_ids"), args, strict=False)) | kwargs

@@ -39,7 +39,7 @@ def layer_kernels(dtype: torch.dtype, device: torch.device) -> LayerKernels | st
 
 @lru_cache
 def draw_grid(device: torch.device) -> DrawGrid | str:
-    """How a GPU draws, as it has to be known to sample in one kernel; or why that can't be."""
+    """The order of a GPU's draws, which sampling in one kernel follows; or why that can't be."""
     if device.type != "cuda" or torch.version.hip is not None:
         return f"knows how an NVIDIA GPU draws, the model is on {device}"
     if importlib.util.find_spec("triton") is None:

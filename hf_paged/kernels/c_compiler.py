@@ -148,7 +148,7 @@ def _is_private(status: os.stat_result) -> bool:
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept; only for this process, if there is no such place."""
+    """The folder of compiled kernels; one for this process alone, if no other can be written."""
     try:
         caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
         folder = (caches if caches.is_absolute() else Path.home() / ".cache") / "hf_paged"

@@ -333,7 +333,7 @@ def _are_numbers(*tensors: Tensor) -> bool:
 def constants(
     dtype: torch.dtype, head_dim: int, latent_dim: int | None = None, stored: torch.dtype | None = None
 ) -> dict[str, int]:
-    """What the source is compiled with; arguments as of `load`."""
+    """The constants that the source is compiled with; arguments as of `load`."""
     return {
         "HEAD_DIM": head_dim,
         "VALUE_DIM": latent_dim or head_dim,

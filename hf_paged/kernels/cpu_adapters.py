@@ -160,7 +160,7 @@ class CPUAdapters:
         self.function(call)
 
     def call(self, width: int, columns: int, states: int, output: int, base_bias: Tensor | None = None) -> Adapters:
-        """What `function` is to be given behind a layer's product, but for slots, table, rows and threads.
+        """The arguments of `function` behind a layer's product, but for slots, table, rows and threads.
 
         It holds no tensors, nor does anything check what it is set to: slots have to lie in the table, a table that is
         not empty has to have this shape, and the bias is of the states' dtype.

@@ -52,7 +52,7 @@ class DecoderSettings:
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """What adapters add behind the products of a layer in a step.
+    """The adapters behind the products of a layer in a step.
 
     Attributes:
         slots: `[tokens]` int32, those of `CPUAdapters.add`.
@@ -245,7 +245,7 @@ class CPUDecoderLayer:
 
 
 class _Heads:
-    """What a layer computes before attention: queries, keys and values, or only some of them."""
+    """The part of a layer before attention: queries, keys and values, or only some of them."""
 
     def __init__(
         self,

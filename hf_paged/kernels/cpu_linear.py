@@ -67,7 +67,7 @@ class CPULinear:
         )
 
     def call(self, states: int, weights: Sequence[tuple[Tensor, Tensor | None, int]]) -> tuple[Linear, list[Part]]:
-        """What `function` is to be given, but for rows and threads. It holds neither weights nor biases.
+        """The arguments of `function`, but for rows and threads. They hold neither weights nor biases.
 
         Args:
             states: Address of `[rows, width]`, contiguous.

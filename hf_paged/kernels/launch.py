@@ -59,7 +59,7 @@ class Tiling(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What the launchers must know of a device.
+    """The facts about a device that launchers need.
 
     Attributes:
         num_processors: Streaming multiprocessors (compute units).
@@ -178,7 +178,7 @@ class LayerAttention:
         return (*self.query.stride()[:2], self.block_tables.stride(0), *self.kv_cache.stride()[:4])
 
     def constants(self, shape: Tiling) -> dict[str, Any]:
-        """What all kernels over keys and values are compiled with, for tiles of this shape."""
+        """The constants of all kernels over keys and values, for tiles of this shape."""
         return {
             "NUM_HEADS": self.num_heads,
             "NUM_KV_HEADS": self.num_kv_heads,

@@ -32,7 +32,7 @@ class InputError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class NormWeight:
-    """What `LayerKernels.rms_norm` computes with, beside its input."""
+    """The parameters of `LayerKernels.rms_norm`."""
 
     weight: Tensor
     eps: float
@@ -41,7 +41,7 @@ class NormWeight:
 
 
 class Place(NamedTuple):
-    """Where a step's keys and values of one layer go: pool, layer index in it, and slots, as `reshape_and_cache`."""
+    """Where to write one layer's keys and values in a step: pool, index in it, and slots, as `reshape_and_cache`."""
 
     kv_cache: Tensor
     layer: int

@@ -32,22 +32,22 @@ class DrawGrid:
 
     @classmethod
     def of_processors(cls, num_processors: int, threads_of_each: int) -> DrawGrid:
-        """Of a device with so many streaming multiprocessors, each of which holds so many threads."""
+        """The grid of a device with so many streaming multiprocessors, each of which holds so many threads."""
         return cls(num_processors * (threads_of_each // BLOCK) * BLOCK)
 
     @classmethod
     @lru_cache
     def of(cls, device: torch.device) -> DrawGrid:
-        """Of a GPU that is here."""
+        """The grid of a GPU that is here."""
         properties = torch.cuda.get_device_properties(device)
         return cls.of_processors(properties.multi_processor_count, properties.max_threads_per_multi_processor)
 
     def num_threads(self, num_numbers: Any) -> Any:
-        """That draw so many numbers, at least one; of an array, too."""
+        """The threads that draw so many numbers, at least one; of an array, too."""
         return np.minimum(-(-num_numbers // BLOCK) * BLOCK, self.most_threads)
 
     def num_rounds(self, num_numbers: Any) -> Any:
-        """Of each thread, each of which takes the generator's offset 4 further; of an array, too."""
+        """The rounds of each thread, each of which takes the generator's offset 4 further; of an array, too."""
         return (num_numbers - 1) // (self.num_threads(num_numbers) * WORDS) + 1
 
 

@@ -40,7 +40,7 @@ def _number(own, place: tl.constexpr):
 
 @triton.jit
 def _draw_of(own):
-    """What a row draws: seed, round, threads, first number."""
+    """The draws of a row: seed, round, threads, first number."""
     seed_low = _bits(own, SEED)
     seed_high = _bits(own, SEED + 1)
     round_low = _bits(own, ROUND)

@@ -17,14 +17,14 @@ MAX_RANK = 1024
 
 
 class SlotTables:
-    """Of one model on one device. Entries change on the host; what steps read changes in `send` alone.
+    """The tables of one model on one device. Entries change on the host; steps see changes after `send` alone.
 
     Attributes:
         device: The device.
-        half: Of adapters that are not in float32, the dtype.
+        half: The dtype of adapters that are not in float32.
         tensor: `[slots, layers, FIELDS]` int64 on the device, at one address until `num_moves` grows.
         rank: The most that an entry there may have.
-        num_moves: How often `tensor` was put elsewhere or `rank` has grown: what was recorded reads neither.
+        num_moves: How often `tensor` was put elsewhere or `rank` has grown: recorded graphs notice neither.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, num_layers: int) -> None:
@@ -36,7 +36,7 @@ class SlotTables:
         self._host = np.zeros((FIRST_SLOTS, num_layers, FIELDS), np.int64)
         self._held: dict[tuple[int, int], LowRank] = {}
         self._changed: set[int] = set()  # slots
-        self._replaced: list[LowRank] = []  # which the device may read until it has what replaced them
+        self._replaced: list[LowRank] = []  # which the device may read until it has their successors
         self._left: list[LowRank] = []  # until the last transfer is done
         self._sent = torch.cuda.Event() if device.type == "cuda" else None
         self._most = self.rank = FIRST_RANK

@@ -1,4 +1,4 @@
-"""What several kernels need inside a tile: exact dot products, `tanh`, and codes of 8 bits."""
+"""Operations on tiles that several kernels share: exact dot products, `tanh`, and codes of 8 bits."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def encode_int8(x):
 
 @triton.jit
 def scale_pointers(row_pointers, rows, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Where the scales are of rows of codes, whose places in their blocks these are."""
+    """Pointers to the scales of rows of codes, which have these places in their blocks."""
     behind = row_pointers + (BLOCK_SIZE - rows) * HEAD_DIM
     return behind.to(tl.pointer_type(tl.float32), bitcast=True) + rows
 

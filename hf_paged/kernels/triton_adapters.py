@@ -1,4 +1,4 @@
-"""What adapters add behind a linear layer on a GPU, each row its own, in two launches: to ranks, and from there back.
+"""Adapters behind a linear layer on a GPU, each row its own, in two launches: to ranks, and from there back.
 
 A program stands for a token, and works for it and for those of its 16 neighbours that have the same adapter, if it is
 the first of them; else it ends at once. So a launch depends on no list of rows, only on the slots of the tokens: it can
@@ -27,7 +27,7 @@ PROGRAMS = 512  # that do something, about: enough for any GPU
 
 @triton.constexpr_function
 def _half(kind):
-    """Of adapters that are not in float32, the dtype, beside states of one."""
+    """The dtype of adapters that are not in float32, beside states of this one."""
     return tl.bfloat16 if kind == tl.float32 else kind
 
 

@@ -49,7 +49,7 @@ class PageShape:
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
-    """What a pool's pages hold.
+    """The contents of a pool's pages.
 
     Attributes:
         groups: The shape of each group's pages.
@@ -185,7 +185,7 @@ class KVCache:
         self.states = None if state_layout is None else StateCache(state_layout, self.tensor)
 
     def at(self, layer: int) -> tuple[Tensor, int, int]:
-        """Where a layer's keys and values are: the view of its group, its index there, and the width of a key."""
+        """The place of a layer's keys and values: the view of its group, its index there, and the width of a key."""
         group, index = self.groups.places[layer]
         return self.views[group], index, self.geometry.groups[group].key_dim
 

@@ -18,7 +18,7 @@ Devices = Sequence[torch.device | None]  # of each layer; `None`: where the mode
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a device has of a pool.
+    """The part of a pool on one device.
 
     Attributes:
         geometry: What its part of a page holds.
@@ -99,13 +99,13 @@ class SpreadKVCache(KVCache):
             part.swap_in(pairs)
 
     def finished_swaps(self) -> list[tuple[int, float]]:
-        """Those of the device with the largest share: what it takes, the others have done by then."""
+        """The swaps of the device with the largest share: the others have ended theirs by then."""
         finished = [part.finished_swaps() for part in self.parts]
         sizes = [part.geometry.elements for part in self.parts]
         return finished[sizes.index(max(sizes))]
 
     def block_sums(self, blocks: Sequence[int], groups: Sequence[int] | None = None) -> ToHost:
-        """As of one device; of a page's last layer, wherever it is."""
+        """As of one device: the sums of a page's last layer, wherever it is."""
         sums = torch.empty(len(blocks), dtype=torch.float32, device=self.device)
         numbers = [0] * len(blocks) if groups is None else list(groups)
         for group in set(numbers):

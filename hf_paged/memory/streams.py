@@ -39,7 +39,7 @@ def let_caller_first(device: torch.device) -> None:
 
 
 def let_steps_first(device: torch.device) -> None:
-    """What this thread queues from here on waits, on the device, for the steps that are queued there."""
+    """From here on, work that this thread queues waits, on the device, for the steps that are queued there."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).wait_stream(steps_stream(device))
 
@@ -79,7 +79,7 @@ def hand_out(value: Any) -> None:
 
 
 class Handover:
-    """What a thread has queued so far, for another thread to wait for on the device."""
+    """The work that a thread has queued so far, for another thread to wait for on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None

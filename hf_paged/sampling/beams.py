@@ -41,7 +41,7 @@ class BeamSettings:
     fill: int
 
     def columns(self, num_new: int) -> list[float]:
-        """What selecting needs to know of a prompt that gets its `num_new`-th token, in one row of numbers.
+        """The numbers by which a prompt that gets its `num_new`-th token is selected for, in one row.
 
         Returns:
             Divisors of the scores of hypotheses and of the best that running beams may still reach, whether all
@@ -94,7 +94,7 @@ class BeamSearch:
 
 
 class _State(NamedTuple):
-    """What a search keeps of prompts between steps, as transformers' loop does.
+    """The state of a search between steps, prompt by prompt, as transformers' loop has it.
 
     Attributes:
         running: `[prompts, beams]`, sums of log probabilities.
@@ -136,7 +136,7 @@ class BeamBatch:
 
 
 class Selection(NamedTuple):
-    """What a step has selected, as lists with an entry a prompt.
+    """The selection of a step, as lists with an entry a prompt.
 
     Attributes:
         parents: Of each candidate the beam that it continues, best candidate first.

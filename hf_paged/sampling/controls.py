@@ -19,7 +19,7 @@ LARGEST = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True, slots=True)
 class SamplingControls:
-    """What one request asks of the sampler besides `generate()`'s own settings.
+    """The settings of one request's sampling besides `generate()`'s own.
 
     Attributes:
         seed: Its draws are those of a generator that starts with it; `None`: where the global one stands.
@@ -74,7 +74,7 @@ class SamplingControls:
             )
 
     def processors(self) -> list[LogitsProcessor]:
-        """What changes logits; those that look at tokens are yet to be told where the prompt ends."""
+        """The processors that change logits; those that look at tokens must yet be told where the prompt ends."""
         found: list[LogitsProcessor] = []
         if self.presence_penalty or self.frequency_penalty:
             found.append(GeneratedTokenPenalties(self.presence_penalty, self.frequency_penalty, 0))

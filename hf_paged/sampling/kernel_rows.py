@@ -35,7 +35,7 @@ _USUAL = {"filter_value": -float("inf"), "min_tokens_to_keep": 1, "prompt_ignore
 
 @dataclass(frozen=True, slots=True)
 class ToldRow:
-    """What the kernel is told of each row of a call.
+    """The kernel's arguments for each row of a call.
 
     Attributes:
         settings: The bytes of one `ROW`; what changes from step to step is still to be filled in. `first` is the
@@ -48,7 +48,7 @@ class ToldRow:
 
 
 def told_row(processors: Sequence[Any], noise: Any) -> ToldRow | None:
-    """What the kernel is told of a call's rows; `None`: it can't do what is asked for.
+    """The kernel's arguments for a call's rows; `None`: it can't do what is asked for.
 
     Args:
         processors: Of the call.

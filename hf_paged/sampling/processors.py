@@ -28,7 +28,7 @@ _ToColumn = Callable[[Sequence[Any], type[np.generic]], Tensor]  # `[rows, 1]` f
 
 @dataclass(frozen=True, slots=True)
 class Treatment:
-    """What may be done with the rows of a processor.
+    """The ways in which the rows of a processor may be treated.
 
     Attributes:
         is_batched: It doesn't matter how long a row is: rows of different calls and steps meet in one call of the
@@ -275,7 +275,7 @@ def process(
 
 @dataclass(frozen=True, slots=True)
 class RowEnds:
-    """What ends the rows of a call.
+    """The ends of a call's rows.
 
     Attributes:
         eos: The tokens that end a row.

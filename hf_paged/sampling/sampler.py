@@ -319,7 +319,7 @@ def _at(sources: list[int], logits: Tensor) -> Tensor:
 
 
 def _table_rows(batches: list[SamplingBatch]) -> tuple[list[int], list[int]]:
-    """Where the tokens of all their rows are, and how many each has."""
+    """The places of all their rows' tokens, and how many each row has."""
     rows = [row for batch in batches for row in batch.table_rows]
     return rows, _num_tokens(batches)
 

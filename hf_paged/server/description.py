@@ -21,7 +21,7 @@ ALONE = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inlin
 
 
 def body_of(kind: type[Body]) -> dict[str, Any]:
-    """What a route says of a request's body."""
+    """The part of a route's description that is about a request's body."""
     schema = {"$ref": SCHEMAS + kind.__name__}
     media_type = "multipart/form-data" if "file" in kind.model_fields else "application/json"
     return {"requestBody": {"required": True, "content": {media_type: {"schema": schema}}}}

@@ -29,7 +29,7 @@ WRONG_TYPES = ("_type", "literal_error")
 
 
 class ApiError(Exception):
-    """What a request is answered with instead of a result."""
+    """The answer to a request that has no result."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ def bad_field(name: str, message: str) -> ApiError:
 
 
 def bad_argument(message: str, fields: Container[str]) -> ApiError:
-    """What the engine refuses: about one of these fields, if that is the message's first word."""
+    """The error of an argument that the engine refuses: about one of these fields, if the message begins with it."""
     name = message.partition(" ")[0].strip("`:")
     return ApiError(400, message, name if name in fields else None)
 
@@ -81,7 +81,7 @@ def too_long(timeout: float | None) -> ApiError:
 
 
 def invalid_body(error: ValidationError, body: bytes) -> ApiError:
-    """What pydantic says of a body: the first of the innermost things, and where it is."""
+    """Pydantic's error about a body: the first of the innermost faults, and its place."""
     found = error.errors(include_url=False, include_input=False, include_context=False)
     # Of what may be one of several, the one that was meant is the one that it got furthest in.
     unsupported = [each for each in found if each["type"] == "not_supported"]
@@ -157,7 +157,7 @@ def too_deep(body: bytes, most: int) -> ApiError:
 
 
 def _alternatives(messages: list[str]) -> str:
-    """What is said of one value, in one sentence."""
+    """One sentence about one value."""
     first, *others = dict.fromkeys(OWN_FIELD.sub("", message).removeprefix("Value error, ") for message in messages)
     return ", or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
 

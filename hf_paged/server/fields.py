@@ -39,7 +39,7 @@ class Rule:
 
     @property
     def refusal(self) -> str:
-        """What a request with another value is told."""
+        """The error of a request with another value."""
         but = "" if self.values is None else f", except {' and '.join(map(json.dumps, self.values))}"
         return f"not supported{but}{self.note and ': '}{self.note}"
 

@@ -32,7 +32,7 @@ FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
 @dataclass(slots=True)
 class Delta:
-    """What is new of one text; log-probabilities of the new tokens only if they were asked for."""
+    """The news of one text; log-probabilities of the new tokens only if they were asked for."""
 
     index: int
     text: str
@@ -124,7 +124,7 @@ class _Part:
 
 
 class Generation:
-    """What one HTTP request has the engine generate.
+    """The texts that the engine generates for one HTTP request.
 
     Attributes:
         texts: In order of prompts, and of a prompt's samples.
@@ -180,7 +180,7 @@ class Generation:
         self.first_token_time: float | None = None
 
     def prompt_logprobs(self, number: int) -> list[TokenLogprobs | None]:
-        """What was asked for about the tokens of one of the prompts; nothing is said of its first."""
+        """The log-probabilities of one prompt's tokens, as they were asked for; its first has none."""
         return [None, *(self._scores[number].result(0).prompt_logprobs or ())]
 
     @property
@@ -189,7 +189,7 @@ class Generation:
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
     def score(self) -> None:
-        """Queues what is asked about the prompts' tokens. As `submit`, which is to wait until `scored`."""
+        """Queues the scoring of the prompts' tokens. As `submit`, which is to wait until `scored`."""
         self._queue_all(self._score)
 
     def submit(self) -> None:
@@ -213,7 +213,7 @@ class Generation:
                 self.close()
 
     async def scored(self) -> None:
-        """Waits for what is asked about the prompts' tokens; raises `ApiError` if that failed."""
+        """Waits for the scores of the prompts' tokens; raises `ApiError` if scoring failed."""
         for request in self._scores:
             with self._engine_errors():
                 output = await request
@@ -270,7 +270,7 @@ class Generation:
         return f"{self.label}.{number}" if self.label is not None and number else self.label
 
     async def updates(self) -> AsyncIterator[list[Delta]]:
-        """What is new of all texts, whenever something is, until all have ended. Once.
+        """The news of all texts as they come, until all have ended. Once.
 
         Raises:
             ApiError: It takes too long, or a request failed.
@@ -387,7 +387,7 @@ class Generation:
 
 
 def _events_of(output: RequestOutput) -> Iterator[TokenEvent]:
-    """Of beams, which come at the end."""
+    """The texts of beams, which come at the end."""
     for sequence, token_ids in enumerate(output.sequences):
         said = itertools.repeat(None) if output.logprobs is None else output.logprobs[sequence]
         for token_id, each in zip(token_ids, said, strict=False):

@@ -71,7 +71,7 @@ class GrammarTrial:
 
     @staticmethod
     def _ask(process: subprocess.Popen[bytes], question: Any) -> str | None:
-        """What the process answers; `None`: it has ended."""
+        """The answer of the process; `None`: it has ended."""
         assert process.stdin is not None and process.stdout is not None
         try:
             process.stdin.write(json.dumps(question).encode() + b"\n")

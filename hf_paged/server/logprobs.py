@@ -1,4 +1,4 @@
-"""How likely tokens were, in the two shapes that OpenAI's interface has for it."""
+"""Log-probabilities of tokens, in the two shapes that OpenAI's interface has."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TokenNames:
         return list(text.encode())
 
     def chat(self, said: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """As `/v1/chat/completions` gives them."""
+        """The shape of `/v1/chat/completions`."""
         return {
             "content": (
                 self._named(each.token_id, each.logprob)
@@ -56,7 +56,7 @@ class TokenNames:
         }
 
     def completion(self, said: Sequence[TokenLogprobs], offset: int, hides_special: bool) -> dict[str, Any]:
-        """As `/v1/completions` gives them, for tokens whose text begins at a character of it.
+        """The shape of `/v1/completions`, for tokens whose text begins at a character of it.
 
         Args:
             hides_special: Whether the text is without its special tokens.
@@ -69,7 +69,7 @@ class TokenNames:
         }
 
     def prompt(self, said: Sequence[TokenLogprobs | None], num_top: int) -> Iterator[dict[str, Any] | None]:
-        """As vLLM gives them for a prompt: for each token a table by token ids, its own first."""
+        """The shape of vLLM's `prompt_logprobs`: for each token a table by token ids, its own first."""
         return (None if each is None else self._ranked(each, num_top) for each in said)
 
     def _ranked(self, said: TokenLogprobs, num_top: int) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class TokenNames:
     def echoed(
         self, token_ids: Sequence[int], said: Sequence[TokenLogprobs | None], num_top: int, hides_special: bool
     ) -> dict[str, Any]:
-        """As `completion`, for a prompt that is shown: nothing is said of its first token."""
+        """The shape of `completion`, for a prompt that is shown: its first token has none."""
         return {
             "tokens": map(self.text, token_ids),
             "token_logprobs": (None if each is None else _shown(each.logprob) for each in said),
@@ -105,5 +105,5 @@ class TokenNames:
 
 
 def _shown(logprob: float) -> float:
-    """As JSON can have it."""
+    """A number that JSON can hold."""
     return max(LEAST, logprob)  # in this order: also of what is no number

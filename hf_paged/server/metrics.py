@@ -19,7 +19,7 @@ LONG = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 20.0, 30.
 
 
 class Metrics:
-    """What a server counts, and what its engine says when it is asked."""
+    """The counters of a server, and those of its engine, read when they are asked for."""
 
     def __init__(self, engine: Engine, model_name: str) -> None:
         """A registry of its own: several servers may run in a process."""
@@ -63,7 +63,7 @@ class Metrics:
 
 
 class _EngineMetrics(Collector):
-    """What the engine counts itself."""
+    """The engine's own counters."""
 
     def __init__(self, engine: Engine, model_name: str) -> None:
         self._engine = engine

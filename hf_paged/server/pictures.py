@@ -21,7 +21,7 @@ OF_TEXT = ("input_ids", "attention_mask")
 
 
 def limits_of(settings: ServerSettings) -> str:
-    """What clients are told of the limits of pictures."""
+    """The limits of pictures, as clients are told."""
     return (
         f"Pictures are data URLs of {', '.join(FORMATS)}, not animated: at most {settings.max_pictures} in a request, "
         f"with {settings.max_pixels:,} pixels together; one whose shorter side is below {LEAST_SIDE} counts as scaled "

@@ -33,7 +33,7 @@ async def _until_gone(receive: Receive) -> None:
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """What `work` gives; it is cancelled when the client goes away.
+    """Awaits `work`, which is cancelled when the client goes away.
 
     Raises:
         ClientGoneError: The client went away.

@@ -66,7 +66,7 @@ class RequestTable:
             self._running[generation.label] = path, model, is_streamed, generation
 
     def rows(self) -> list[ServedRequest]:
-        """What runs, and what has ended; the newest first of each."""
+        """Running requests, and ended ones; the newest of each come first."""
         with self._lock:
             running, ended = list(self._running.values()), list(self._ended)
         return [*(_row(*found) for found in reversed(running)), *reversed(ended)]

@@ -122,7 +122,7 @@ class Serving:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """What may be asked for: the model, and its adapters."""
+        """The names that requests may ask for: the model's, and its adapters'."""
         return (self.model_name, *self._adapters)
 
     def has(self, name: str) -> bool:
@@ -134,19 +134,19 @@ class Serving:
         self._adapters = dict.fromkeys(names)
 
     async def in_turn(self, work: Callable[..., T], *arguments: Any) -> T:
-        """What `work` returns, which loads or unloads an adapter: one at a time, beside everything else."""
+        """Runs `work`, which loads or unloads an adapter: one at a time, beside everything else."""
         return await asyncio.get_running_loop().run_in_executor(self._loading, work, *arguments)
 
     def _max_characters(self) -> int:
-        """Of one prompt: a longer one has more tokens than it may, and isn't tokenized to say so."""
+        """The most that a prompt may have: a longer one has too many tokens, and isn't tokenized to say so."""
         return CHARACTERS_PER_TOKEN * min(self.max_model_len, self.settings.max_prompt_tokens or 1 << 30)
 
     async def in_thread(self, work: Callable[..., T], *arguments: Any, size: int = 0) -> T:
-        """What `work` returns, done on another thread than the event loop's.
+        """Runs `work` on another thread than the event loop's, and returns its result.
 
         Args:
-            work: Whatever takes a while.
-            size: Characters or so many tokens that it is about; long ones wait for each other, and for nothing else.
+            work: Takes a while.
+            size: Its characters or tokens; long pieces of work wait for each other, and for nothing else.
         """
         threads = self._quick if size <= QUICK else self._slow
         return await asyncio.get_running_loop().run_in_executor(threads, work, *arguments)
@@ -178,7 +178,7 @@ class Serving:
 
     @asynccontextmanager
     async def starting(self, number: int = 1) -> AsyncIterator[None]:
-        """Around what queues so many requests, while they count as waiting.
+        """Within it so many requests are queued, and count as waiting meanwhile.
 
         Raises:
             ApiError: They are too many, or it takes too long.
@@ -195,7 +195,7 @@ class Serving:
 
     @asynccontextmanager
     async def in_time(self) -> AsyncIterator[None]:
-        """Around what may take as long as a request. Raises `ApiError` if it takes longer."""
+        """Within it a piece of work may take as long as a request. Raises `ApiError` if it takes longer."""
         try:
             async with asyncio.timeout(self.settings.request_timeout):
                 yield
@@ -230,7 +230,7 @@ class Serving:
         return generation
 
     def _wakeups_here(self) -> Wakeups:
-        """Those of the event loop that this runs in."""
+        """The wakeups of the event loop that this runs in."""
         loop = asyncio.get_running_loop()
         with self._lock:
             if loop not in self._wakeups:
@@ -283,7 +283,7 @@ class Serving:
         self.metrics.note_end(generation, time.monotonic(), body.model or self.model_name)
 
     async def answer(self, path: str, request: Request, handle: Handler) -> Response:
-        """What a route's function gives, in which a client that went away is no error; counted."""
+        """The answer of a route's function, counted; a client that went away is no error."""
         status = 499
         try:
             if path not in WITHOUT_KEY:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def name_of(path: str) -> str:
-    """What a model is called by default: its name, or that of its folder."""
+    """The name of a model by default: its own, or that of its folder."""
     folder = Path(os.path.expanduser(path))  # which, unlike Path's own, raises nothing
     return folder.resolve().name if path and folder.is_dir() else path
 

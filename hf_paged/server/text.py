@@ -17,7 +17,7 @@ MAX_WAITS = 8  # tokens with bytes of one character, and some that have none
 
 
 def decoder_of(tokenizer: Any, skip_special_tokens: bool) -> Callable[[Sequence[int]], str]:
-    """What a tokenizer decodes ids with, spaces as they are.
+    """The part of a tokenizer that decodes ids, spaces as they are.
 
     Where `decode` is transformers' own around a tokenizer in Rust, that one by itself: the way around it takes ten
     times as long, and changes nothing.

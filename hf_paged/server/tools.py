@@ -24,7 +24,7 @@ HEAD = re.compile(r'\s*\}?\s*[\[,]?\s*\{"name": "([^"]*)", "arguments":\s*')
 
 
 def grammar_of(body: ChatRequest, tokenizer: Any) -> str:
-    """In Lark's syntax, a list of calls where they are forced; else a text, and calls between tags.
+    """A grammar in Lark's syntax: a list of calls where they are forced; else a text, and calls between tags.
 
     The text follows a format if there is one, and arguments the schemas of functions that are forced or strict.
     """
@@ -214,7 +214,7 @@ class _TaggedCalls(Parser):
 
 
 class _FirstCall(Parser):
-    """What another reads, without the calls behind the first."""
+    """The pieces of another parser, without the calls behind the first."""
 
     def __init__(self, parser: Parser) -> None:
         self._parser = parser
@@ -234,7 +234,7 @@ class _FirstCall(Parser):
 
 
 class _ByTokenizer(Parser):
-    """As the tokenizer's own schema reads it: at the end."""
+    """Reads a message by the tokenizer's own schema: at the end."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

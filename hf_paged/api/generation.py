@@ -169,6 +169,7 @@ class PagedGenerationMixin(PagedBatchMixin):
     ) -> bool:
         """Whether it has made a `PagedCache`, for transformers has nothing to do then."""
         engine = _engine_of(self)
+        engine.forwards.look_at_hooks()
         name = engine.core.bound.cache_argument
         given = model_kwargs.get(name)
         if isinstance(given, PagedCache):
@@ -189,7 +190,6 @@ class PagedGenerationMixin(PagedBatchMixin):
         fan_out = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         twin = call_context().twin
         state = {} if twin is None else twin.state()
-        engine.forwards.look_at_hooks()
         if (reason is None or isinstance(given, PagedCache)) and engine.forwards.check_hooks():
             fan_out = 1  # they are shown every row
         if isinstance(given, PagedCache):

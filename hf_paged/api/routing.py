@@ -68,6 +68,8 @@ def why_stock(model: Any, generation_config: GenerationConfig, cache: Any, verif
         and generation_config.return_dict_in_generate
     ):
         return "output_hidden_states=True of a model with an encoder"
+    if model.paged.traits.cross and model.paged.core.weights_version.needs_rows:
+        return "hooks on inner modules of a model with an encoder that are not marked by hf_paged.packed_hook"
     if model.paged.ranks is not None and (reason := _why_stock_on_ranks(model, generation_config)):
         return f"{reason} over several processes (tp_plan)"
     if model.training and is_stochastic(model):

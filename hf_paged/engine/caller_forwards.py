@@ -163,6 +163,12 @@ class CallerForwards:
 
         Without `padding`, what it stores doesn't follow from its tokens: each of its columns is kept, as it comes out.
         """
+        if self._core.traits.cross:
+            raise UnsupportedCallError(
+                "a model with an encoder gives logits over a PagedCache, and of tokens without padding: what else is "
+                "asked for (hidden states, a loss, hooks on inner modules, masks) needs a cache of transformers' own "
+                "as past_key_values"
+            )
         if padding is None:
             own, positions = call.on_host(), call.position_ids if self._core.bound.takes_positions else None
             if positions is not None and positions.ndim == 2 and len(positions) not in (1, len(active)):

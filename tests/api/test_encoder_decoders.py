@@ -189,6 +189,24 @@ def test_forward(make_pair: MakePair) -> None:
     pair.both(run)
 
 
+def test_what_sees_inside(make_pair: MakePair) -> None:
+    """Would break: a hook on an inner module, or a loss, that makes a forward of a shape which no source has."""
+    pair, batch, seen = make_pair(build("bart")), sources("bart"), []
+    handles = [
+        model.get_decoder().layers[0].register_forward_hook(lambda *_: seen.append(0))
+        for model in (pair.stock, pair.paged)
+    ]
+    pair.generate(**batch, max_new_tokens=4, do_sample=False, falls_back=True)
+    assert len(seen) == 8
+    for handle in handles:
+        handle.remove()
+    with pytest.raises(hf_paged.UnsupportedCallError, match="an encoder"):
+        ids = torch.full((3, 2), 7)
+        pair.paged(**batch, decoder_input_ids=ids, labels=ids, past_key_values=hf_paged.PagedCache(pair.paged))
+    pair.assert_all_free()
+    pair.generate(**batch, max_new_tokens=4, do_sample=False)
+
+
 def test_a_failed_step_leaves_no_source(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would break: sources that were never written, found by the next call of the same input."""
     pair = make_pair(build("bart"))

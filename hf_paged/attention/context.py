@@ -54,12 +54,16 @@ _CURRENT: ContextVar[ForwardContext | EncoderRows | None] = ContextVar("hf_paged
 
 
 class _Staying(Tensor):
-    """A tensor without content, which stays what it is where it is said to be moved."""
+    """A tensor without content, which stays what it is where it is said to be moved, or cut to the number of keys."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def to(self, *args: Any, **kwargs: Any) -> _Staying:
         return self
+
+    def __getitem__(self, index: Any) -> Tensor:
+        is_of_keys = isinstance(index, tuple) and len(index) == 4 and index[:3] == (slice(None),) * 3
+        return self if is_of_keys else super().__getitem__(index)
 
 
 @contextmanager
@@ -77,7 +81,7 @@ def forward_context(
     forward inside this one (a hook's, of another model) has a mask of its own, by which its attention is none of ours.
 
     Args:
-        is_moved: Whether inputs are moved from device to device on their way.
+        is_moved: Whether inputs are moved from device to device on their way, or cut to the number of keys.
     """
     sentinel = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device)
     if is_moved:

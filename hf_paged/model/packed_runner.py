@@ -88,7 +88,7 @@ class PackedRunner:
         if traits.cross:
             source = SourceCache(len(traits.cross), len(traits.stored) - len(traits.cross), tokens.input_ids.device)
             cache = SourceStepCache(cache, source, is_fresh=sources is not None)
-        is_moved = attention.kv_cache.layer_devices is not None
+        is_moved = attention.kv_cache.layer_devices is not None or source is not None
         is_whole = rows is None or states is not None or source is not None
         wanted = None if is_whole or rows is None else self._wanted(rows, metadata, attention)
         with forward_context(step, tokens.input_ids.device, is_moved, wanted, noting) as sentinel:

@@ -98,6 +98,16 @@ def _t5gemma() -> PreTrainedModel:
     return hf.T5GemmaForConditionalGeneration(hf.T5GemmaConfig(encoder=part(), decoder=part(), vocab_size=VOCAB))
 
 
+def _pix2struct() -> PreTrainedModel:
+    text = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "relative_attention_num_buckets": 8}
+    seen = {"hidden_size": 64, "patch_embed_hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = hf.Pix2StructConfig(
+        text_config={**_T5, **_IDS, **text, "use_cache": True},
+        vision_config={**seen, "d_kv": 16, "d_ff": 96, "seq_len": 32},
+    )
+    return hf.Pix2StructForConditionalGeneration(config)
+
+
 def _of_parts(kind: str, encoder: Any, decoder: Any) -> PreTrainedModel:
     config = getattr(hf, f"{kind}Config").from_encoder_decoder_configs(encoder, decoder)
     return getattr(hf, f"{kind}Model")(config)  # type: ignore[no-any-return]
@@ -163,6 +173,7 @@ PACKED: dict[str, Callable[[], PreTrainedModel]] = {
     "umt5": _t5("UMT5"),
     "longt5": _t5("LongT5", local_radius=4),
     "t5gemma": _t5gemma,
+    "pix2struct": _pix2struct,
     "vision_gpt2": _seen("GPT2"),
     "vision_bert": _seen("Bert"),
     "vision_roberta": _seen("Roberta"),
@@ -222,6 +233,10 @@ def sources(name: str, lengths: tuple[int, ...] = (16, 5, 11)) -> dict[str, Tens
     if name == "speech_to_text":
         features = torch.randn(rows, 4 * longest, 8, generator=generator)
         return {"input_features": features, "attention_mask": shown.repeat_interleave(4, dim=1).long()}
+    if name == "pix2struct":
+        patches = torch.randn(rows, longest, 50, generator=generator)
+        patches[:, :, :2] = torch.arange(1, longest + 1)[:, None] % 8  # rows and columns of the picture
+        return {"flattened_patches": patches * shown[:, :, None], "attention_mask": shown.long()}
     if name == "moonshine":
         samples = torch.randn(rows, 400 * longest, generator=generator)
         return {"input_values": samples, "attention_mask": shown.repeat_interleave(400, dim=1).long()}

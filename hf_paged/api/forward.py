@@ -16,6 +16,7 @@ from hf_paged.api.own_forward import TriedCall
 from hf_paged.api.rank_calls import forward_on_ranks, run_in_turn
 from hf_paged.api.routing import ENGINE, run_stock
 from hf_paged.attention.cache import PagedCache
+from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.engine.call_context import call_context
 from hf_paged.model.cache_argument import cache_argument
 
@@ -92,6 +93,8 @@ def _by_name(signature: inspect.Signature, given: dict[str, Any]) -> dict[str, A
 
 def _run_paged(self: Any, cache: PagedCache, given: dict[str, Any]) -> Any:
     call = forward_call(self, cache, given)
+    if self.paged.traits.one_by_one and call.tokens.shape[1] > 1:
+        raise UnsupportedCallError("this model's decoder is given its tokens one by one over a PagedCache")
     output = self.paged.forwards.forward(cache, call)
     if call.twin is not None:
         cache.state = call.twin.state()

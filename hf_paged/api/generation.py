@@ -112,7 +112,9 @@ def _encoding(name: str) -> Callable[..., Any]:
             return run()
         if not decodes_again(self):
             with encoding_text(self, inputs_tensor, model_kwargs.get("attention_mask")):
-                return run()
+                found, context = run(), call_context()
+            context.states = DRAWS.states(context.states)  # some encoders draw, before the call itself does
+            return found
         model_kwargs["encoder_outputs"] = encoded(self, inputs_tensor, lambda: run()["encoder_outputs"])
         return model_kwargs
 

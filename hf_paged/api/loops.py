@@ -47,6 +47,8 @@ class RetiringCriteria(StoppingCriteriaList):
 def prepare(model: Any, call: PreparedCall) -> PreparedCall:
     """Decides how a call runs: as rows that the engine drives, or by transformers' loop."""
     engine: Engine = model.paged
+    if engine.traits.one_by_one and call.cache is not None and call.cache.owned_by_call and call.input_ids.shape[1] > 1:
+        _give_stock(engine, call, "its decoder takes a prompt of several tokens otherwise than one after another")
     if call.cache is not None:
         check_tokens(call.input_ids)
         check_tokens(call.others.get("inputs_embeds"))
@@ -64,11 +66,7 @@ def prepare(model: Any, call: PreparedCall) -> PreparedCall:
     if call.is_assisted and len(call.input_ids) > 1 and can_do_without_drafts(call):
         return prepare(model, call)
     if call.cache is not None and call.others.get("synced_gpus"):
-        fall_back(engine, "synced_gpus=True")
-        stock: Cache = DynamicCache(config=engine.core.bound.text_config)
-        if engine.traits.cross:
-            stock = EncoderDecoderCache(stock, DynamicCache(config=engine.core.bound.text_config))
-        call.others[engine.core.bound.cache_argument] = stock
+        _give_stock(engine, call, "synced_gpus=True")
     cache, config = call.cache, call.generation_config
     if cache is not None:
         engine.core.note_detour(f"transformers' own loop: {why_loop(model, call)}")
@@ -85,6 +83,15 @@ def prepare(model: Any, call: PreparedCall) -> PreparedCall:
     queued = Handover(engine.core.bound.placement[1]) if call.is_submitted else None
     call.run = partial(run_loop, engine, model, queued)
     return call
+
+
+def _give_stock(engine: Engine, call: PreparedCall, reason: str) -> None:
+    """Has a call run stock's loop, over stock's cache."""
+    fall_back(engine, reason)
+    stock: Cache = DynamicCache(config=engine.core.bound.text_config)
+    if engine.traits.cross:
+        stock = EncoderDecoderCache(stock, DynamicCache(config=engine.core.bound.text_config))
+    call.others[engine.core.bound.cache_argument] = stock
 
 
 def run_call(engine: Engine, call: PreparedCall) -> Any:

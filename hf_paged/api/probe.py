@@ -31,9 +31,12 @@ from hf_paged.api.stored_layers import (
 )
 from hf_paged.api.tiny_model import (
     DIFFERENCE,
+    EQUAL,
+    FALLING,
     LENGTHS,
     LONGEST,
     build,
+    decoded_one_by_one,
     differ,
     difference,
     error_text,
@@ -65,8 +68,8 @@ class Trial:
 
 
 def probe_decoder(base: type[PreTrainedModel], config: PreTrainedConfig) -> Trial | str:
-    """How the decoder of an encoder-decoder can be run over the pool, or why not: packed, or by stock `generate()`."""
-    failure = ""
+    """How the decoder of an encoder-decoder can be run over the pool, or why not: packed, padded, or by stock."""
+    failure = why_stock = ""
     for heads in (4, None):
         try:
             model = build(base, shrink(config, heads))
@@ -78,7 +81,6 @@ def probe_decoder(base: type[PreTrainedModel], config: PreTrainedConfig) -> Tria
         return f"a shrunken copy of it could not be built and run to try ({failure:.200})"
     whole = on_meta(base, config)
     found, _ = _noted_decoder(whole, _decode_on_meta)
-    why_stock = ""
     windowed = _windowed(tiny[0], model)
     for has_windows in (True, False) if windowed != tiny[0] else (False,):
         for is_told, may_infer in itertools.product((False, True), (True, False)):
@@ -94,7 +96,25 @@ def probe_decoder(base: type[PreTrainedModel], config: PreTrainedConfig) -> Tria
                 why_stock = why_not  # what it computes says more than what it was not made for
             if keeps_inference_tensors(model):
                 model = build(base, model.config)
-    return Trial(ModelTraits(found[0], False, rows_independent=False, why_padded=why_stock, cross=found[1]))
+    stock = ModelTraits(found[0], False, rows_independent=False, why_padded=why_stock, cross=found[1])
+    drawn = torch.get_rng_state()
+    own = ModelTraits(tiny[0], False, True, runs_padded=True, why_padded=why_stock, cross=tiny[1])
+    for padded, lengths in (
+        (replace(own, tells_positions=True, tells_all=True), FALLING),
+        (replace(own, tells_positions=True, tells_all=True, needs_alike=True), EQUAL),
+        (replace(own, needs_alike=True, one_by_one=True), EQUAL),
+    ):
+        expected = decoded_one_by_one(model, lengths)
+        if not torch.equal(drawn, torch.get_rng_state()):
+            return Trial(replace(stock, why_padded="its forwards draw random numbers, between those of sampling"))
+        for may_infer in (True, False):
+            traits = replace(padded, allows_inference_mode=may_infer)
+            failure = difference(model, traits, expected, lengths)
+            if not failure:
+                return Trial(replace(traits, layers=found[0], cross=found[1]), (model, traits))
+            if keeps_inference_tensors(model):
+                model = build(base, model.config)
+    return Trial(stock)
 
 
 def _noted_decoder(

@@ -185,6 +185,7 @@ def _why_not_on_ranks(traits: ModelTraits, model: PreTrainedModel) -> str | None
         "it is multimodal": inner_path(model) not in (None, ""),
         "its layers have indexers": bool(traits.indexers),
         "its rows can't share steps with others": not traits.is_batched,
+        "its sources are gathered for padded rows": bool(traits.cross) and traits.runs_padded,
     }
     found = [kind for kind, is_so in kinds.items() if is_so]
     return f"{found[0]}, which is not taken over several processes (tp_plan): load it on one" if found else None
@@ -201,6 +202,7 @@ def _why_not_on_devices(traits: ModelTraits, model: PreTrainedModel) -> str | No
         "some of its layers attend to others' keys": None in traits.layers or traits.shares_attention,
         "its layers are told positions": traits.tells_positions,
         "its rows can't share steps with others": not traits.is_batched,
+        "its sources are gathered for padded rows": bool(traits.cross) and traits.runs_padded,
     }
     found = [kind for kind, is_so in kinds.items() if is_so]
     return f"{found[0]}, which is not taken over several devices: load it on one (device_map=0)" if found else None

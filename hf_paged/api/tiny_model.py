@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 
+from hf_paged.api.given_call import forward_call
 from hf_paged.api.patched_class import attach, detach
 from hf_paged.api.shrinking import SPECIAL
 from hf_paged.api.stored_layers import on_meta
@@ -25,6 +26,9 @@ from hf_paged.model.traits import ModelTraits
 
 LENGTHS = (11, 3, 1, 6)
 LONGEST = max(LENGTHS)
+# Of a decoder's rows that are padded: of one forward, in an order that shows whose padding is taken for others'; and of
+# such that are not, enough to show that they get in each other's way.
+FALLING, EQUAL = (6, 5, 4, 3), (5,) * 8
 _EDGES = (0, LONGEST, LONGEST + 2, LONGEST + 3, LONGEST + 4)  # a prefill, a chunk of two tokens, two decode steps
 _BLOCK_SIZE = 2
 _TOLERANCE = 1e-3  # of the largest logit; float32 rounding is 1e-6, a wrongly placed key is 1e-1
@@ -55,17 +59,24 @@ def build(base: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedMo
 
 
 @torch.no_grad()
-def logits(model: PreTrainedModel, past: Cache, edges: Sequence[int] = _EDGES, row: int | None = None) -> Tensor:
+def logits(
+    model: PreTrainedModel,
+    past: Cache,
+    edges: Sequence[int] = _EDGES,
+    row: int | None = None,
+    lengths: Sequence[int] = (),
+) -> Tensor:
     """Last logits of forwards over these columns of a ragged left-padded batch: `[rows, forwards, vocab]`.
 
     Args:
         edges: Where forwards begin and end.
         row: One row alone, without its padding; `None`: all.
+        lengths: Of an encoder-decoder's rows over a `PagedCache`, which are then padded, as all others' are.
     """
     parameters = inspect.signature(model.forward).parameters
     argument = cache_argument(type(model).forward)
     if model.config.is_encoder_decoder:
-        return _decoder_logits(model, past, edges, slice(None) if row is None else slice(row, row + 1))
+        return _decoder_logits(model, past, edges, slice(None) if row is None else slice(row, row + 1), lengths)
     with torch.device("cpu"):
         shape, generator = (len(LENGTHS), max(LONGEST + 4, edges[-1])), torch.Generator().manual_seed(1)
         ids = torch.randint(0, _num_plain(model), shape, generator=generator)
@@ -93,25 +104,62 @@ def logits(model: PreTrainedModel, past: Cache, edges: Sequence[int] = _EDGES, r
         return torch.cat(collected, dim=1)
 
 
-def _decoder_logits(model: PreTrainedModel, past: Cache, edges: Sequence[int], rows: slice) -> Tensor:
-    """The same of an encoder-decoder: rows of one length, whose encoders have read texts of several lengths."""
+def _decoder_inputs(model: PreTrainedModel, num_rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids `[rows, width]`, what encoders have made `[rows, LONGEST, hidden_size]`, and which of it is shown."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, _num_plain(model), (num_rows, width), generator=generator)
+    states = torch.randn(num_rows, LONGEST, source_width(model), generator=generator)
+    shown = torch.arange(LONGEST) < torch.tensor(LENGTHS).repeat(2)[:num_rows, None]
+    return ids, states.to(model.dtype), shown.long()
+
+
+def _decoder_logits(
+    model: PreTrainedModel, past: Cache, edges: Sequence[int], rows: slice, lengths: Sequence[int]
+) -> Tensor:
+    """The same of an encoder-decoder, whose encoders have read texts of several lengths."""
     edges = (0, *edges[1:])
     with torch.device("cpu"):
-        num_rows, generator = len(LENGTHS), torch.Generator().manual_seed(1)
-        ids = torch.randint(0, _num_plain(model), (num_rows, max(LONGEST + 4, edges[-1])), generator=generator)[rows]
-        states = torch.randn(num_rows, LONGEST, source_width(model), generator=generator)[rows]
-        mask = (torch.arange(LONGEST) < torch.tensor(LENGTHS)[:, None]).long()[rows]
+        inputs = _decoder_inputs(model, len(lengths or LENGTHS), max(LONGEST + 4, edges[-1]))
+        ids, states, mask = (each[rows] for each in inputs)
+        own = (torch.arange(ids.shape[1]) >= LONGEST - torch.tensor(lengths)[:, None]).long()
         collected = []
         for start, end in itertools.pairwise(edges):
-            output = model(
-                decoder_input_ids=ids[:, start:end],
-                encoder_outputs=StandIn(last_hidden_state=states.to(model.dtype)),
-                attention_mask=mask,
-                past_key_values=past,
-                use_cache=True,
-            )
+            given = {
+                "decoder_input_ids": ids[:, start:end],
+                "encoder_outputs": StandIn(last_hidden_state=states),
+                "attention_mask": mask,
+                "past_key_values": past,
+                "use_cache": True,
+            }
+            if lengths:
+                call = forward_call(model, past, given | {"decoder_attention_mask": own[:, :end]})  # type: ignore[arg-type]
+                call.logits_to_keep = 1  # of real tokens, which most decoders can't be told
+                output = model.paged.forwards.forward(past, call)  # type: ignore[union-attr,operator]
+            else:
+                output = model(**given)
             collected.append(output.logits[:, -1:].float())
         return torch.cat(collected, dim=1)
+
+
+@torch.no_grad()
+def decoded_one_by_one(model: PreTrainedModel, lengths: Sequence[int]) -> Tensor:
+    """What `logits` of rows of these lengths are to be: stock's of each row alone, token by token."""
+    rows: list[Tensor] = []
+    with torch.device("cpu"):
+        ids, states, mask = _decoder_inputs(model, len(lengths), LONGEST + 4)
+        for row, length in enumerate(lengths):
+            past, outputs = EncoderDecoderCache(DynamicCache(), DynamicCache()), []
+            for column in range(LONGEST - length, LONGEST + 4):
+                output = model(
+                    decoder_input_ids=ids[row : row + 1, column : column + 1],
+                    encoder_outputs=StandIn(last_hidden_state=states[row : row + 1]),
+                    attention_mask=mask[row : row + 1],
+                    past_key_values=past,
+                    use_cache=True,
+                )
+                outputs.append(output.logits[:, -1].float())
+            rows.append(torch.stack([outputs[end - _EDGES[-1] - 1] for end in _EDGES[1:]], dim=1))
+    return torch.cat(rows)
 
 
 def differ(one: Tensor, other: Tensor, tolerance: float = _TOLERANCE) -> bool:
@@ -119,8 +167,12 @@ def differ(one: Tensor, other: Tensor, tolerance: float = _TOLERANCE) -> bool:
     return bool((one - other).abs().max() > tolerance * other.abs().max())
 
 
-def difference(tiny: PreTrainedModel, traits: ModelTraits, expected: Tensor) -> str:
-    """Says how the tiny model's logits over the pool differ from those expected; empty if they don't."""
+def difference(tiny: PreTrainedModel, traits: ModelTraits, expected: Tensor, lengths: Sequence[int] = ()) -> str:
+    """Says how the tiny model's logits over the pool differ from those expected; empty if they don't.
+
+    Args:
+        lengths: See `logits`.
+    """
     try:
         backend = "torch" if traits.has_latents else "auto"  # kernels may have to be compiled, for other widths
         num_blocks = 128 + 4 * len(LENGTHS) * _state_pages(traits)
@@ -129,7 +181,7 @@ def difference(tiny: PreTrainedModel, traits: ModelTraits, expected: Tensor) -> 
         )
         attach(tiny, config, traits)
         cache = PagedCache(tiny)
-        found = logits(tiny, cache)
+        found = logits(tiny, cache, lengths=lengths)
         error_size = float((found - expected).abs().max() / expected.abs().max())
         if error_size < _TOLERANCE and not keeps_inference_tensors(tiny):
             return ""

@@ -26,7 +26,20 @@ _POSITIVE_CROP_IS_A_LENGTH = Version(transformers.__version__) < Version("5.18.d
 
 
 class Past(Tensor):
-    """`[T]`, of each token its position less its place in the forward; compared with a number, whether any is."""
+    """`[T]` or `[B, Q]`, of each token its position less its place in the forward's row.
+
+    Compared with a number, whether any is.
+    """
+
+    @classmethod
+    def of(cls, positions: Tensor) -> Past:
+        """That of tokens at these positions."""
+        return (positions - torch.arange(positions.shape[-1], device=positions.device)).as_subclass(cls)
+
+    def places(self) -> Tensor:
+        """The positions."""
+        own = self.as_subclass(Tensor)
+        return own + torch.arange(own.shape[-1], device=own.device)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -58,9 +71,7 @@ class StepCache(Cache):
         self._past: Any = 0
         self._tells_all = tells_all
         if positions is not None:
-            self._past = positions - torch.arange(len(positions), device=positions.device)
-            if tells_all:
-                self._past = self._past.as_subclass(Past)
+            self._past = Past.of(positions) if tells_all else Past.of(positions).as_subclass(Tensor)
 
     def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
         return False

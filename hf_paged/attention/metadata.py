@@ -262,13 +262,17 @@ class AttentionMetadata:
         tables, lens = self.host_tables[self._token_rows[tokens]], self._positions[tokens] + 1
         return AttentionMetadata(tables, np.ones_like(lens), lens, self.block_size, self.null_block, self.device)
 
-    def alike(self, rows: np.ndarray) -> list[np.ndarray]:
+    def alike(self, rows: np.ndarray, exactly: bool = False) -> list[np.ndarray]:
         """Some of the sequences in lists of similar query and context length, which padding costs little.
 
         Each has one power of two above its query lengths, and one above its counts of blocks: padding costs at most a
-        factor.
+        factor; `exactly`: of the same lengths, without padding.
         """
-        query_lens, num_blocks = self.host_query_lens[rows], -(-self.host_seq_lens[rows] // self.block_size)
+        query_lens, seq_lens = self.host_query_lens[rows], self.host_seq_lens[rows]
+        if exactly:
+            key = query_lens * (1 + seq_lens.max()) + seq_lens
+            return [rows[key == value] for value in np.unique(key)]
+        num_blocks = -(-seq_lens // self.block_size)
         key = np.ceil(np.log2(query_lens)).astype(np.int64) * 64 + np.ceil(np.log2(num_blocks)).astype(np.int64)
         return [rows[key == value] for value in np.unique(key)]
 

@@ -80,7 +80,8 @@ class EngineCore:
             raise ValueError(f'kv_cache_dtype="int8" does not go with this model: {reason}; use "fp8" or "auto"')
         self.config = config
         self.traits = traits
-        encoder = model.get_encoder() if traits.cross else None
+        # Others' experts, too, may look at all tokens of a forward, padding among them.
+        encoder = model.get_encoder() if traits.cross and traits.runs_packed else None
         self.layers = Layers(model, self._moving, encoder=encoder)
         self.encoder = None if self.layers.of_encoder is None else TextEncoder(model, self.layers.of_encoder)
         latents = Latents(model, traits.layers)

@@ -261,13 +261,15 @@ class BoundModel:
         keep: Tensor | int | None,
         is_compiled: bool = False,
         sources: Tensor | None = None,
+        source_mask: Tensor | None = None,
     ) -> Tensor:
         """The forward of a step.
 
         Args:
             tokens: `[B, Q]`, as the layout has them.
             keep: The columns of which logits are wanted, or how many at the end; `None`: all.
-            sources: `[E, hidden_size]`, what encoders have made that is new to the step, one after another.
+            sources: `[B, L, hidden_size]`, what encoders have made that is new to the step, one after another.
+            source_mask: See `SourceTap.handing`.
             is_compiled: Whether it runs compiled, in the pieces that attention leaves (the same few for all layers).
 
         Returns:
@@ -285,7 +287,7 @@ class BoundModel:
             inputs["position_ids"] = tokens.position_ids
         if self.source_tap is not None:
             positions = None if self.traits.tells_positions else tokens.position_ids
-            model = self.source_tap.handing(model, sources, attention_mask, positions)
+            model = self.source_tap.handing(model, sources, source_mask, attention_mask, positions)
             inputs = {self.cache_argument: cache, "decoder_input_ids": tokens.input_ids}
             inputs["encoder_outputs"] = self.source_tap.stand_in(*self.placement)
             attention_mask = None

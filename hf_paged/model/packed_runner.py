@@ -63,7 +63,7 @@ class PackedRunner:
         Args:
             tokens: `[T]`, on the device.
             rows: `[K]`, the tokens whose logits are wanted; `None`: all.
-            sources: See `BoundModel.logits`.
+            sources: `[E, hidden_size]`, what encoders have made that is new to the step, one after another.
 
         Returns:
             `[K, vocab_size]`.
@@ -94,7 +94,8 @@ class PackedRunner:
         with forward_context(step, tokens.input_ids.device, is_moved, wanted, noting) as sentinel:
             if source is not None:
                 source.sentinel = sentinel
-            logits = model.logits(tokens.as_row(), sentinel, cache, rows, is_compiled, sources)[0]
+            fresh = None if sources is None else sources[None]
+            logits = model.logits(tokens.as_row(), sentinel, cache, rows, is_compiled, fresh)[0]
         return logits if model.chooses_logits or rows is None else logits[rows]
 
     def _wanted(

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import Cache
 
 from hf_paged.attention.metadata import AttentionMetadata, padded_tables
 from hf_paged.attention.padded import PaddedCache, PaddedLayout
+from hf_paged.attention.padded_sources import PaddedPairCache, PaddedSourceCache, PaddedSources
 from hf_paged.attention.pool_attention import PoolAttention
 from hf_paged.core.batch import Batch
 from hf_paged.kernels.transfers import to_device
@@ -60,20 +62,27 @@ class PaddedRunner:
         logit_rows: np.ndarray,
         spans: Sequence[tuple[int, ...]] = (),
         batch: Batch | None = None,
+        sources: PaddedSources | None = None,
     ) -> Tensor:
         """A step by forwards of the model's own attention, each of rows that padding costs little.
 
         Args:
             tokens: `[T]`, on the device.
+            metadata: Of each group of layers; those of cross-attention, the last, are of the step as a whole.
             logit_rows: `[K]` int64, the tokens whose logits are wanted.
             batch: The step; of a model with states, its rows' are read and written.
+            sources: What encoders have read for its rows; `None`: the model has no encoder.
 
         Returns:
             `[K, vocab_size]`.
         """
-        kv_cache, start = attention.kv_cache, metadata[0].host_start_loc
+        kv_cache, start, traits = attention.kv_cache, metadata[0].host_start_loc, self._model.traits
+        if traits.one_by_one and metadata[0].max_query_len > 1:
+            return self._run_one_by_one(tokens, metadata, attention, logit_rows, sources)
         sequence = np.searchsorted(start, logit_rows, side="right") - 1  # of each wanted row
-        groups = metadata[0].alike(np.arange(len(metadata[0].host_seq_lens)))
+        writer = attention.step(metadata) if sources is not None and sources.fresh is not None else None
+        metadata = metadata[: len(kv_cache.groups.own_windows) or 1]
+        groups = metadata[0].alike(np.arange(len(metadata[0].host_seq_lens)), exactly=traits.needs_alike)
         parts: list[Tensor] = []
         order: list[np.ndarray] = []
         with _kept_frequencies(self._model):
@@ -83,14 +92,46 @@ class PaddedRunner:
                 wanted = np.searchsorted(rows, sequence[mine]), from_end
                 own = metadata if len(groups) == 1 else [each.of(rows) for each in metadata]
                 layouts = [PaddedLayout(each, start[rows], kv_cache.device) for each in own]
-                states = None if batch is None else StateStep.of(batch, self._model.traits, kv_cache, rows)
+                states = None if batch is None else StateStep.of(batch, traits, kv_cache, rows)
                 cache = PaddedCache(layouts, attention.step(own), kv_cache, states)
-                parts.append(self._run_rows(tokens, layouts[0], cache, wanted, self._masks(layouts[0], rows, spans)))
+                masks, source, fresh = self._masks(layouts[0], rows, spans), None, None
+                if sources is not None:
+                    source = PaddedSourceCache(sources, rows, len(traits.cross), kv_cache, writer)
+                    fresh = None if writer is None else sources.fresh_in_rows(len(rows))
+                    writer = None  # the first rows' forward writes them for all
+                parts.append(self._run_rows(tokens, layouts[0], cache, wanted, masks, source, fresh))
                 order.append(mine)
         if len(parts) == 1:
             return parts[0]
         back = np.argsort(np.concatenate(order), kind="stable")
         return torch.cat(parts)[to_device(back, parts[0].device)]
+
+    def _run_one_by_one(
+        self,
+        tokens: TokenInputs,
+        metadata: list[AttentionMetadata],
+        attention: PoolAttention,
+        logit_rows: np.ndarray,
+        sources: PaddedSources | None,
+    ) -> Tensor:
+        """A step as several, each of a token a row: only prompts that are given, or computed again, come to this."""
+        lens, device = metadata[0].host_query_lens, attention.kv_cache.device
+        num_own = len(attention.kv_cache.groups.own_windows)
+        parts: list[Tensor] = []
+        order: list[np.ndarray] = []
+        for number in range(int(lens.max())):
+            rows = np.nonzero(lens > number)[0]
+            places = metadata[0].host_start_loc[rows] + number
+            wanted = np.nonzero(np.isin(logit_rows, places))[0]
+            own_rows = np.searchsorted(places, logit_rows[wanted]) if len(wanted) else np.zeros(1, dtype=np.int64)
+            own = [*(each.of_tokens(places) for each in metadata[:num_own]), *metadata[num_own:]]
+            with self._model.adapters.running_some(places, places[own_rows]):
+                read = None if sources is None else sources.of(rows, is_first=number == 0)
+                found = self.run(tokens.select(to_device(places, device)), own, attention, own_rows, sources=read)
+            if len(wanted):
+                parts.append(found)
+                order.append(wanted)
+        return torch.cat(parts)[to_device(np.argsort(np.concatenate(order)), device)]
 
     def _masks(self, layout: PaddedLayout, rows: np.ndarray, spans: Sequence[tuple[int, ...]]) -> Any:
         """Masks of a padded forward of these rows: of padding, and of tokens that see others behind them."""
@@ -114,11 +155,15 @@ class PaddedRunner:
         cache: PaddedCache,
         wanted: tuple[np.ndarray, np.ndarray],
         masks: Any,
+        source: PaddedSourceCache | None = None,
+        fresh: Tensor | None = None,
     ) -> Tensor:
         """One forward.
 
         Args:
             wanted: `[K]` rows, and `[K]` columns counted from the end (1: the last), whose logits are wanted.
+            source: What its rows' encoders have read.
+            fresh: See `PaddedSources.fresh_in_rows`.
 
         Returns:
             `[K, vocab_size]`.
@@ -127,8 +172,13 @@ class PaddedRunner:
         device = layout.attention_mask.device
         own = tokens.select(to_device(np.maximum(layout.token_index, 0), device))
         keep = int(from_end.max(initial=1))
+        both: Cache = cache
+        if source is not None:
+            both = PaddedPairCache(cache, source, own.position_ids if self._model.traits.tells_all else None)
         with self._model.adapters.running_padded(layout.token_index[:, -1], layout.query_width, keep):
-            logits = self._model.logits(own, masks, cache, keep)
+            logits = self._model.logits(
+                own, masks, both, keep, sources=fresh, source_mask=None if source is None else source.mask
+            )
         num_rows, num_columns = logits.shape[:2]
         if num_columns == 1 and len(rows) == num_rows:
             return logits[:, 0]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_paged.attention.metadata import AttentionMetadata, padded_tables
+from hf_paged.attention.padded_sources import PaddedSources
 from hf_paged.attention.pool_attention import PoolAttention
 from hf_paged.attention.source_step import source_metadata
 from hf_paged.core.batch import Batch
@@ -78,16 +79,18 @@ class ModelRunner:
                 metadata[group] = metadata[group].in_chunks(metadata[group].host_tables, chunk)
         # A model that can choose rows still computes at least one.
         logit_rows = step.wanted if len(step.wanted) else np.zeros(1, dtype=np.int64)
-        if not self._model.traits.runs_packed:
-            return self.padded.run(tokens, metadata, attention, logit_rows, batch=batch)
-        if batch.spans:
-            return self._run_apart(batch.spans, tokens, metadata, attention, logit_rows)
-        states = StateStep.of(batch, self._model.traits, kv_cache)
+        read: PaddedSources | None = None
         if batch.sources is not None:
             own, all_of_it = batch.sources.tables, [None] * len(batch.sources.tables)
             tables = padded_tables(own, all_of_it, kv_cache.null_block, np.int64)
             lens, fresh = (np.frombuffer(each, np.int64) for each in (batch.sources.lens, batch.sources.fresh))
             metadata += source_metadata(tables, metadata[0].host_query_lens, lens, fresh, metadata[0])
+            read = PaddedSources(tables, lens, sources)
+        if not self._model.traits.runs_packed:
+            return self.padded.run(tokens, metadata, attention, logit_rows, batch=batch, sources=read)
+        if batch.spans:
+            return self._run_apart(batch.spans, tokens, metadata, attention, logit_rows)
+        states = StateStep.of(batch, self._model.traits, kv_cache)
         return self.packed.run(tokens, metadata, attention, rows_of(logit_rows, attention), states, sources=sources)
 
     def _run_apart(

@@ -76,7 +76,9 @@ class SourceTap:
         if hasattr(decoder, "encoder") and hasattr(decoder, "decoder"):  # a text model of both parts, in another
             decoder = decoder.decoder
         self._names = arguments_of(decoder)
-        self._takes_positions = "position_ids" in inspect.signature(decoder.forward).parameters
+        taken = inspect.signature(decoder.forward).parameters
+        self._takes_positions = "position_ids" in taken
+        self._mask = "encoder_padding_mask" if "encoder_padding_mask" in taken else "encoder_attention_mask"  # FSMT's
         self._path = next(tuple(name.split(".")) for name, part in model.named_modules() if part is decoder)
         self.width = source_width(model)
 
@@ -100,26 +102,37 @@ class SourceTap:
         try:
             forward(twin.model, **arguments)
         except ReachedError as error:
-            return error.arguments["encoder_hidden_states"], error.arguments.get("encoder_attention_mask")
+            return error.arguments["encoder_hidden_states"], error.arguments.get(self._mask)
         raise ValueError(f"{type(model).__name__} did not call its {'.'.join(self._path)}")
 
-    def handing(self, model: Any, sources: Tensor | None, sentinel: Tensor, positions: Tensor | None) -> Any:
-        """A twin of a model whose decoder is handed a step's sources, positions and mask.
+    def handing(
+        self,
+        model: Any,
+        sources: Tensor | None,
+        source_mask: Tensor | None,
+        attention_mask: Tensor,
+        positions: Tensor | None,
+    ) -> Any:
+        """A twin of a model whose decoder is handed a step's sources, masks and positions.
 
         Args:
-            sources: `[E, hidden_size]`, those that are fresh, one behind another; `None`: there are none.
-            positions: `[1, T]`; `None`: the cache tells them.
+            sources: `[B, L, hidden_size]`, those that are fresh, one behind another; `None`: there are none.
+            source_mask: `[B, E]`, what each row's attention may see; `None`: it knows, of a packed step.
+            attention_mask: Of the rows' own tokens.
+            positions: `[B, Q]`; `None`: the cache tells them.
         """
         twin = Twin(model, self._path, {})
         inner = twin.innermost._modules[self._path[-1]]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             given = self._names(*args, **kwargs) if args else kwargs
-            given["attention_mask"] = sentinel
-            if "encoder_attention_mask" in given:  # what it hides isn't in the pool
-                given["encoder_attention_mask"] = None
+            given["attention_mask"] = attention_mask
+            if source_mask is not None or self._mask in given:  # what the model's own hides isn't in the pool
+                given[self._mask] = source_mask
             if sources is not None:
-                given["encoder_hidden_states"] = sources[None]
+                given["encoder_hidden_states"] = sources
+            elif source_mask is not None:
+                given["encoder_hidden_states"] = given["encoder_hidden_states"].expand(len(source_mask), -1, -1)
             if positions is not None and self._takes_positions:
                 given["position_ids"] = positions
             return inner.forward(**given)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -14,13 +15,15 @@ from hf_paged.attention.cache import Past
 from hf_paged.attention.paged_attention import BIAS_TABLE
 
 _BIAS = "compute_bias"
+_LENGTH = "past_key_values_length"
 
 
 class ToldPast:
-    """Modules that count a row's tokens (padding not) to place them, or make a bias of distances.
+    """Modules that count a row's tokens (padding not) to place them, number its columns, or make a bias of distances.
 
-    In a packed row places are not those of a sequence. Told what a `StepCache` tells, the former are given each token
-    as a row of its own, and the latter return a stand-in, which says what belongs to each distance.
+    In a step places are not those of a sequence. Told what a step's cache tells, the first are given each token as a
+    row of its own, the second look its place up, and the last return a stand-in, which says what belongs to each
+    distance.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -28,6 +31,8 @@ class ToldPast:
         for module in model.modules():
             if hasattr(module, "create_position_ids_from_input_ids"):
                 self._methods.append((module, "forward", _token_by_token))
+            elif isinstance(module, nn.Embedding) and _LENGTH in signature(module.forward).parameters:
+                self._methods.append((module, "forward", _by_place))
             if hasattr(module, "relative_attention_bias") and hasattr(module, _BIAS):
                 self._methods.append((module, _BIAS, _bias_by_distance))
 
@@ -47,11 +52,12 @@ class ToldPast:
 
 
 def _token_by_token(module: Any, stock: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    past = next((value for value in (*args, *kwargs.values()) if isinstance(value, Past)), None)
+    past = _told(*args, **kwargs)
     if past is None:
         return stock(*args, **kwargs)
-    places = past.as_subclass(Tensor)
-    places = (places + torch.arange(len(places), device=places.device))[:, None]
+    places = past.places()
+    shape = torch.Size([1, len(places)]) if places.ndim == 1 else places.shape
+    places = places.reshape(-1, 1)
     if hasattr(module, "make_weights"):  # a table that grows with the longest row: as in stock, the host has to know it
         longest = module.padding_idx + 2 + int(places.max())
         if longest > module.weights.shape[0]:
@@ -60,10 +66,22 @@ def _token_by_token(module: Any, stock: Callable[..., Tensor], *args: Any, **kwa
     def as_rows(value: Any) -> Any:
         if value is past:
             return places.as_subclass(Past)
-        is_row = isinstance(value, Tensor) and value.shape[:2] == (1, len(places))
-        return value.transpose(0, 1) if is_row else value
+        is_row = isinstance(value, Tensor) and value.shape[:2] == shape
+        return value.reshape(-1, 1, *value.shape[2:]) if is_row else value
 
-    return stock(*map(as_rows, args), **{name: as_rows(value) for name, value in kwargs.items()}).transpose(0, 1)
+    found = stock(*map(as_rows, args), **{name: as_rows(value) for name, value in kwargs.items()})
+    return found.reshape(*shape, -1)
+
+
+def _by_place(module: Any, stock: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    past = _told(*args, **kwargs)
+    if past is None or kwargs.get("position_ids") is not None:
+        return stock(*args, **kwargs)
+    return nn.Embedding.forward(module, past.places() + getattr(module, "offset", 0))
+
+
+def _told(*args: Any, **kwargs: Any) -> Past | None:
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, Past)), None)
 
 
 def _bias_by_distance(module: Any, stock: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:

@@ -29,6 +29,10 @@ class ModelTraits:
             the model keeps its own attention and is given gathered keys and values.
         runs_padded: If not: whether its forwards may be of any rows beside each other, padded to one width.
             Of a model of neither layout only one with a `regime_length` runs over the pool, a call at a time.
+        needs_alike: Whether rows of a padded forward have to be of one length, and begin at one place, since the model
+            takes padding for tokens, or for others' tokens.
+        one_by_one: Whether it gives several tokens of a row at once another result than single ones, or takes none: in
+            steps they run one after another.
         states: What its layers with a state (recurrent, of a convolution) keep, by the layer's number.
         mixers: The classes of the modules that compute them.
         forms_differ: Whether these compute several tokens by another formula than single ones, with another result.
@@ -45,6 +49,8 @@ class ModelTraits:
     rows_independent: bool
     allows_inference_mode: bool = False
     runs_padded: bool = False
+    needs_alike: bool = False
+    one_by_one: bool = False
     regime_length: int | None = None
     states: dict[int, StateSpec] = field(default_factory=dict)
     mixers: tuple[type[nn.Module], ...] = ()

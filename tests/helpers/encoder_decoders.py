@@ -113,18 +113,18 @@ def _of_parts(kind: str, encoder: Any, decoder: Any) -> PreTrainedModel:
     return getattr(hf, f"{kind}Model")(config)  # type: ignore[no-any-return]
 
 
-def _decoder(name: str) -> Any:
+def _decoder(name: str, **changes: Any) -> Any:
     as_decoder = {"is_decoder": True, "add_cross_attention": True}
     if name == "GPT2":
         return hf.GPT2Config(vocab_size=VOCAB, n_positions=128, n_embd=64, n_layer=2, n_head=4, **as_decoder)
     if name == "TrOCR":
         sizes = {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96}
-        return hf.TrOCRConfig(vocab_size=VOCAB, max_position_embeddings=128, **sizes)
+        return hf.TrOCRConfig(vocab_size=VOCAB, max_position_embeddings=128, **sizes, **changes)
     return getattr(hf, f"{name}Config")(**_BERT, **as_decoder)
 
 
-def _seen(decoder: str) -> Callable[[], PreTrainedModel]:
-    return lambda: _of_parts("VisionEncoderDecoder", hf.ViTConfig(**_VIT), _decoder(decoder))
+def _seen(decoder: str, **changes: Any) -> Callable[[], PreTrainedModel]:
+    return lambda: _of_parts("VisionEncoderDecoder", hf.ViTConfig(**_VIT), _decoder(decoder, **changes))
 
 
 PACKED: dict[str, Callable[[], PreTrainedModel]] = {
@@ -181,16 +181,28 @@ PACKED: dict[str, Callable[[], PreTrainedModel]] = {
 }
 """Families whose batches are packed."""
 
-STOCK: dict[str, Callable[[], PreTrainedModel]] = {
-    "switch_transformers": _t5(
-        "SwitchTransformers",
-        num_experts=4,
-        num_sparse_encoder_layers=1,
-        num_sparse_decoder_layers=1,
-        expert_capacity=64,
-    ),
-    "nllb_moe": _bart("NllbMoe", num_experts=4, expert_capacity=64, encoder_sparse_step=2, decoder_sparse_step=2),
+PADDED: dict[str, Callable[[], PreTrainedModel]] = {
     "mvp": _bart("Mvp"),
+    "vision_trocr": _seen("TrOCR"),
+    "vision_trocr_sinusoidal": _seen("TrOCR", use_learned_position_embeddings=False, pad_token_id=PAD),
+    "speecht5": lambda: hf.SpeechT5ForSpeechToText(
+        hf.SpeechT5Config(
+            **_IDS,
+            **{name: size for name, size in _SIZES.items() if name != "d_model"},
+            vocab_size=VOCAB,
+            hidden_size=64,
+            conv_dim=(16, 16),
+            conv_stride=(5, 4),
+            conv_kernel=(10, 8),
+            num_conv_pos_embeddings=16,
+            num_conv_pos_embedding_groups=4,
+            max_text_positions=128,
+        )
+    ),
+}
+"""Families with attention code of their own, whose rows are padded to each other."""
+
+ALIKE: dict[str, Callable[[], PreTrainedModel]] = {
     "led": _bart(
         "LED",
         max_position_embeddings=...,
@@ -198,16 +210,37 @@ STOCK: dict[str, Callable[[], PreTrainedModel]] = {
         max_decoder_position_embeddings=128,
         attention_window=8,
     ),
-    "vision_trocr": _seen("TrOCR"),
+    "nllb_moe": _bart("NllbMoe", num_experts=4, expert_capacity=64, encoder_sparse_step=2, decoder_sparse_step=2),
 }
-"""Families whose calls stock `generate()` runs: rows that depend on each other, attention of their own."""
+"""The same, but for padding: they take it for tokens."""
+
+ONE_BY_ONE: dict[str, Callable[[], PreTrainedModel]] = {
+    "fsmt": lambda: hf.FSMTForConditionalGeneration(
+        hf.FSMTConfig(
+            **_IDS,
+            **_SIZES,
+            langs=["en", "de"],
+            src_vocab_size=VOCAB,
+            tgt_vocab_size=VOCAB,
+            max_position_embeddings=128,
+        )
+    ),
+    "switch_transformers": _t5(
+        "SwitchTransformers",
+        num_experts=4,
+        num_sparse_encoder_layers=1,
+        num_sparse_decoder_layers=1,
+        expert_capacity=64,
+    ),
+}
+"""Families that give several tokens at once another result than single ones."""
 
 
 @cache
 def _built(name: str) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = (PACKED | STOCK)[name]().eval()
+        model = (PACKED | PADDED | ALIKE | ONE_BY_ONE)[name]().eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim > 1:  # large enough for a wrong key to change a token
@@ -237,9 +270,10 @@ def sources(name: str, lengths: tuple[int, ...] = (16, 5, 11)) -> dict[str, Tens
         patches = torch.randn(rows, longest, 50, generator=generator)
         patches[:, :, :2] = torch.arange(1, longest + 1)[:, None] % 8  # rows and columns of the picture
         return {"flattened_patches": patches * shown[:, :, None], "attention_mask": shown.long()}
-    if name == "moonshine":
-        samples = torch.randn(rows, 400 * longest, generator=generator)
-        return {"input_values": samples, "attention_mask": shown.repeat_interleave(400, dim=1).long()}
+    if name in ("moonshine", "speecht5"):
+        number = 400 if name == "moonshine" else 40  # of samples for each position, or for two
+        samples = torch.randn(rows, number * longest, generator=generator)
+        return {"input_values": samples, "attention_mask": shown.repeat_interleave(number, dim=1).long()}
     ids = torch.randint(5, VOCAB, (rows, longest), generator=generator)
     return {"input_ids": torch.where(shown, ids, PAD), "attention_mask": shown.long()}
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hf_paged.attention.cache import Past
 from hf_paged.attention.paged_attention import BIAS_TABLE
+from hf_paged.model.module_overrides import CALL, has_hooks
 
 _BIAS = "compute_bias"
 _LENGTH = "past_key_values_length"
@@ -38,14 +39,19 @@ class ToldPast:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Within it, these methods take what steps tell; from other callers, what they always took."""
+        """Within it, these methods take what steps tell; from other callers, what they always took.
+
+        Modules are called another way rather than given another forward, which other threads would take for a change
+        of the model; but where hooks look on.
+        """
+        names = [CALL if name == "forward" and not has_hooks(module) else name for module, name, _ in self._methods]
         before = [dict(module.__dict__) for module, _, _ in self._methods]
         try:
-            for module, name, changed in self._methods:
-                module.__dict__[name] = partial(changed, module, getattr(module, name))
+            for (module, _, changed), name in zip(self._methods, names, strict=True):
+                module.__dict__[name] = partial(changed, module, getattr(module, name) or module.forward)
             yield
         finally:
-            for (module, name, _), own in zip(self._methods, before, strict=True):
+            for (module, _, _), name, own in zip(self._methods, names, before, strict=True):
                 module.__dict__.pop(name)
                 if name in own:  # a wrapper of the user's
                     module.__dict__[name] = own[name]

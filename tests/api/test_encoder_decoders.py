@@ -248,6 +248,16 @@ def test_a_failed_step_leaves_no_source(make_pair: MakePair, monkeypatch: pytest
     pair.generate(**batch, max_new_tokens=6, do_sample=False, num_beams=2)
 
 
+@pytest.mark.parametrize("name", ["m2m_100", "mvp", "t5"])
+def test_steps_change_nothing(make_pair: MakePair, name: str) -> None:
+    """Would break: another thread that begins a call during a step, and takes the model for another from then on."""
+    core = make_pair(build(name)).engine.core
+    before = core.weights_key()
+    with core.bound._told_past.scope():
+        assert core.weights_key() == before
+    assert core.weights_key() == before
+
+
 def test_changed_weights(make_pair: MakePair) -> None:
     """Would break: keys that older weights made of a source, found for the same input."""
     pair = make_pair(build("bart"))

@@ -76,7 +76,10 @@ def _shrink_both(config: PreTrainedConfig, heads: int | None) -> PreTrainedConfi
     """An encoder-decoder in small, be its config flat or one of two parts (or more). The encoder is not tried."""
     parts = {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}
     if not parts:
-        return _shrink_text(config, heads, is_beginning=False)
+        small = _shrink_text(config, heads, is_beginning=False)
+        if (stated(small, "max_position_embeddings") or math.inf) < 2 * SPECIAL:
+            put(small, "max_position_embeddings", 2 * SPECIAL)  # tables of positions have a row of the padding's id
+        return small
     for name, part in parts.items():
         with suppress(Exception):
             put(config, name, _shrink_both(part, heads))

@@ -1,5 +1,6 @@
 """Child processes that are watched: their output is shown and its end kept, they end in time, and never outlive us.
 
+A `Worker` is one that is given orders, as lines of JSON, and answers them: an engine in an environment of its own.
 Nothing here needs more than Python itself.
 """
 
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -18,9 +20,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 UNFINISHED = 75  # exit status of a program that stopped by itself at its time limit: the same command goes on there
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # between fork and exec nothing may be loaded
+MARK = "RESULT "  # before what a worker answers, among what libraries print
 NUM_LINES = 60  # of a child's output that are kept
 
 
@@ -112,6 +116,81 @@ def _kill(process: subprocess.Popen[str]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+class Worker:
+    """A process that calls `answer_orders`."""
+
+    def __init__(self, engine: str, command: Sequence[str], env: Mapping[str, str], seconds: float = 3600.0) -> None:
+        """Waits until it is ready.
+
+        Args:
+            engine: What it is called in messages.
+            command: Program and arguments.
+            env: Variables besides ours.
+            seconds: That it may take to begin, and to answer, before it is killed.
+
+        Raises:
+            RuntimeError: It has died, with its last words.
+        """
+        self.engine = engine
+        self._seconds = seconds
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            command,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            env=os.environ | dict(env),
+            process_group=0,
+            preexec_fn=die_with_parent,
+        )
+        self._said: deque[str] = deque(maxlen=20)
+        assert self._process.stderr is not None
+        self._listener = threading.Thread(target=self._said.extend, args=(self._process.stderr,), daemon=True)
+        self._listener.start()
+        self._read()
+
+    def run(self, **order: Any) -> dict[str, Any]:
+        """What it answers.
+
+        Raises:
+            RuntimeError: It has died or took too long, with its last words.
+        """
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        started = time.monotonic()
+        timer = threading.Timer(self._seconds, self.close)
+        timer.start()
+        try:
+            for line in self._process.stdout:
+                if line.startswith(MARK):
+                    answer: dict[str, Any] = json.loads(line.removeprefix(MARK))
+                    return answer
+        finally:
+            timer.cancel()
+        if time.monotonic() > started + self._seconds:
+            raise RuntimeError(f"{self.engine}: not done after {self._seconds:.0f} seconds")
+        status = self._process.wait()
+        self._listener.join(5.0)
+        raise RuntimeError(f"{self.engine} ended with status {status}:\n{''.join(self._said)}")
+
+    def close(self) -> None:
+        _kill(self._process)
+
+
+def answer_orders(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """In a `Worker`'s process: answers one order after the other until there are no more."""
+    print(MARK + json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        print(MARK + json.dumps(answer(json.loads(line))), flush=True)
 
 
 def die_with_parent() -> None:

@@ -11,6 +11,7 @@ import torch
 import transformers
 from common import Report, versions
 from rich.console import Console
+from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_paged
@@ -41,6 +42,16 @@ def embedded_model(**tokenizer_options: Any) -> tuple[Any, Any]:
 def show(*items: Any) -> None:
     """Prints tables, as wide as the screen; 110 columns where there is none."""
     Console(highlight=False, width=None if sys.stdout.isatty() else 110).print(*items)
+
+
+def show_rows(title: str, rows: list[dict[str, Any]]) -> None:
+    """Prints a table of all columns that some row has, but `all`, which has the single measurements."""
+    columns = [column for column in dict.fromkeys(name for row in rows for name in row) if column != "all"]
+    table = Table(*columns, title=title)
+    for row in rows:
+        values = [row.get(column, "") for column in columns]
+        table.add_row(*[f"{value:.3g}" if isinstance(value, float) else str(value) for value in values])
+    show(table)
 
 
 def save(path: Path, about: dict[str, Any], results: Any) -> None:

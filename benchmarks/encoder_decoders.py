@@ -18,24 +18,20 @@ medians. All make as many tokens as they are told to, from sources that no engin
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import numpy as np
 import torch
-from command import parser, quiet, save, show
+from children import Worker
+from command import parser, quiet, save, show_rows
 from common import device_facts
-from encoder_decoders_child import FRAMES, MARK, MELS, TEXT_TOKENS
-from rich.table import Table
+from encoder_decoders_child import FRAMES, MELS, TEXT_TOKENS
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tqdm import tqdm
@@ -113,50 +109,17 @@ def _save_tokenizer(folder: Path, words: list[str], special: dict[str, int]) -> 
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), **names).save_pretrained(folder)
 
 
-class Child:
-    """An engine that has loaded a model."""
-
-    def __init__(self, engine: str, python: str, folder: Path, kind: str, num_threads: int) -> None:
-        self.engine = engine
-        script = str(Path(__file__).with_name("encoder_decoders_child.py"))
-        environment = os.environ | {"OMP_NUM_THREADS": str(num_threads), "HF_HUB_OFFLINE": "1"}
-        pipe = subprocess.PIPE
-        command = [python, script, engine, str(folder), kind, str(num_threads)]
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
-        self._said: deque[str] = deque(maxlen=20)
-        assert self._process.stderr is not None
-        Thread(target=self._said.extend, args=(self._process.stderr,), daemon=True).start()
-        self._read()
-
-    def run(self, **order: Any) -> dict[str, Any]:
-        """What it answers.
-
-        Raises:
-            RuntimeError: It has died, with its last words.
-        """
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        return self._read()
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(MARK):
-                answer: dict[str, Any] = json.loads(line.removeprefix(MARK))
-                return answer
-        raise RuntimeError(f"{self.engine} ended with status {self._process.wait()}:\n{''.join(self._said)}")
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
+def start(engine: str, python: str, folder: Path, kind: str, num_threads: int) -> Worker:
+    script = str(Path(__file__).with_name("encoder_decoders_child.py"))
+    environment = {"OMP_NUM_THREADS": str(num_threads), "HF_HUB_OFFLINE": "1"}
+    return Worker(engine, [python, script, engine, str(folder), kind, str(num_threads)], environment)
 
 
 def lengths(count: int, shortest: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(shortest, LONGEST + 1, count).tolist()
 
 
-def measure_batch(children: list[Child], reps: int, options: dict[str, Any]) -> list[dict[str, Any]]:
+def measure_batch(children: list[Worker], reps: int, options: dict[str, Any]) -> list[dict[str, Any]]:
     seconds: dict[str, list[float]] = {child.engine: [] for child in children}
     equal = dict.fromkeys(seconds, 0)
     for number in tqdm(range(reps + 1), desc="batch"):
@@ -186,7 +149,7 @@ def measure_batch(children: list[Child], reps: int, options: dict[str, Any]) -> 
 
 
 def measure_arrivals(
-    children: list[Child], batch: list[dict[str, Any]], reps: int, options: dict[str, Any]
+    children: list[Worker], batch: list[dict[str, Any]], reps: int, options: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """At 70 % of CTranslate2's rate in batches, or of ours where it is missing."""
     peers = [child for child in children if child.engine in ("hf_paged", "ctranslate2")]
@@ -211,7 +174,7 @@ def measure_arrivals(
     ]
 
 
-def measure_memory(children: list[Child], options: dict[str, Any]) -> list[dict[str, Any]]:
+def measure_memory(children: list[Worker], options: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for child in children:
         if child.engine in ("stock, batched", "hf_paged"):
@@ -233,7 +196,7 @@ def measure(kind: str, given: Any) -> Iterator[tuple[str, list[dict[str, Any]]]]
         folder = Path(name)
         torch.manual_seed(0)
         (save_bart if kind == "bart" else save_whisper)(folder, given.quick)
-        children = [Child(engine, python, folder, kind, given.threads) for engine, python in pythons.items()]
+        children = [start(engine, python, folder, kind, given.threads) for engine, python in pythons.items()]
         batch = measure_batch(children, given.reps, options)
         yield "batch", batch
         if "memory" in given.cells:
@@ -242,15 +205,6 @@ def measure(kind: str, given: Any) -> Iterator[tuple[str, list[dict[str, Any]]]]
             yield "arrivals", measure_arrivals(children, batch, given.reps, options)
         for child in children:
             child.close()
-
-
-def show_rows(title: str, rows: list[dict[str, Any]]) -> None:
-    columns = [column for column in dict.fromkeys(name for row in rows for name in row) if column != "all"]
-    table = Table(*columns, title=title)
-    for row in rows:
-        values = [row.get(column, "") for column in columns]
-        table.add_row(*[f"{value:.3g}" if isinstance(value, float) else str(value) for value in values])
-    show(table)
 
 
 def main() -> None:

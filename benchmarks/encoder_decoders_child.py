@@ -10,7 +10,6 @@ model.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import threading
@@ -19,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from children import answer_orders
 
-MARK = "RESULT "
 FIRST_TOKEN, TEXT_TOKENS = 4, 50000
 MELS, FRAMES = 80, 3000
 PROMPT = ("<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>")
@@ -221,9 +220,7 @@ def main() -> None:
         engine = CTranslate2(Path(folder), kind, int(num_threads))
     else:
         engine = Transformers(name, Path(folder), kind, int(num_threads))
-    print(MARK + json.dumps({"ready": True}), flush=True)
-    for line in sys.stdin:
-        print(MARK + json.dumps(answer(engine, kind, json.loads(line))), flush=True)
+    answer_orders(lambda order: answer(engine, kind, order))
 
 
 if __name__ == "__main__":

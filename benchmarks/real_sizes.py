@@ -138,21 +138,11 @@ SHAPES = {
     "qwen3-next, 4 layers": Shape("qwen3_next", sizes(2048, 5120, 4, (16, 2, 256), QWEN, **FEW)),
 }
 TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "query_pre_attn_scalar": 32,
-    "sliding_window": 16,
-    "vocab_size": 512,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}
+    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "query_pre_attn_scalar": 32, "sliding_window": 16, "vocab_size": 512, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+}  # fmt: skip
 
 
 def save_model(shape: Shape, folder: Path, is_quick: bool) -> None:
@@ -220,6 +210,8 @@ def reason(error: RuntimeError) -> str:
 
 def find_threads(crew: Crew, engines: list[str], threads: list[int]) -> dict[str, Any]:
     """Of each engine the number of threads that is its fastest for a short prompt, or why it runs with none."""
+    if len(threads) == 1:
+        return dict.fromkeys(engines, threads[0])
     best: dict[str, Any] = {}
     for engine in engines:
         seconds: dict[int, float] = {}
@@ -257,28 +249,18 @@ def measure(name: str, crew: Crew, load: Load, best: dict[str, Any], reps: int) 
                 equal[engine] += sum(own == stock for own, stock in pairs)
     crew.close()
     rows: list[Row] = []
-    callers = len(load.lengths)
+    callers, new = len(load.lengths), load.new_tokens
     for engine, answers in found.items():
         if engine in why:
             rows.append({"engine": engine, "why": why[engine]})
             continue
         times = [(answer["seconds"], answer["first"]) for answer in answers]
-        behind = [
-            callers * load.new_tokens / seconds if callers > 1 else (load.new_tokens - 1) / (seconds - first)
-            for seconds, first in times
-        ]
-        same = {} if load.is_filled else {"equal": f"{equal[engine]} of {callers * len(answers)}"}
-        rows.append(
-            {
-                "engine": engine,
-                "threads": best[engine],
-                "first s": statistics.median(first for _, first in times),
-                "tokens/s": statistics.median(behind),
-                "GiB beside": max(answer["bytes"] for answer in answers) / 2**30,
-                "all": times,
-            }
-            | same
-        )
+        rates = [callers * new / whole if callers > 1 else (new - 1) / (whole - first) for whole, first in times]
+        row = {"engine": engine, "threads": best[engine], "first s": statistics.median(first for _, first in times)}
+        row |= {"tokens/s": statistics.median(rates), "GiB beside": max(each["bytes"] for each in answers) / 2**30}
+        if not load.is_filled:
+            row["equal"] = f"{equal[engine]} of {callers * len(answers)}"
+        rows.append(row | {"all": times})
     return rows
 
 

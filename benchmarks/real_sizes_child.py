@@ -201,39 +201,19 @@ def tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
             yield name, (bits.astype(np.uint32) << 16).view(np.float32).reshape(about["shape"])
 
 
-GGUF_NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-GEMMA_NAMES = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-
-
 def write_gguf(folder: Path, path: Path, dtype: str) -> None:
     """The weights in llama.cpp's format, without a vocabulary.
 
     Raises:
-        ValueError: This program knows no names in that format for such a model.
+        ValueError: This program doesn't know how, for such a model.
     """
     import gguf
 
     config = config_of(folder)
-    kind = {"llama": "llama", "qwen3": "qwen3", "gemma3_text": "gemma3"}.get(config["model_type"])
-    if kind is None:
-        raise ValueError(f"no GGUF is written here for {config['model_type']}")
-    names = GGUF_NAMES | (GEMMA_NAMES if kind == "gemma3" else {})
+    kind = config["model_type"].removesuffix("_text")
+    if kind not in ("llama", "qwen3", "gemma3"):
+        raise ValueError(f"no GGUF is written here for {kind}")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], config["num_hidden_layers"])
     heads, kv_heads, head_dim = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     rope = config["rope_parameters"]
     kinds = gguf.GGMLQuantizationType
@@ -254,20 +234,17 @@ def write_gguf(folder: Path, path: Path, dtype: str) -> None:
     writer.add_tokenizer_model("no_vocab")
     if kind == "gemma3":
         writer.add_sliding_window(config["sliding_window"])
-    outer = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
     for file in sorted(folder.glob("*.safetensors")):
         for name, value in tensors(file):
-            parts = name.removesuffix(".weight").removeprefix("model.").split(".")
-            target = f"blk.{parts[1]}.{names['.'.join(parts[2:])]}" if parts[0] == "layers" else outer[parts[0]]
-            if kind == "llama" and parts[-1] in ("q_proj", "k_proj"):  # whose rotary pairs are neighbours there
-                count = heads if parts[-1] == "q_proj" else kv_heads
+            part = name.split(".")[-2]
+            if kind == "llama" and part in ("q_proj", "k_proj"):  # whose rotary pairs are neighbours there
+                count = heads if part == "q_proj" else kv_heads
                 value = value.reshape(count, 2, head_dim // 2, -1).swapaxes(1, 2).reshape(value.shape)
             if value.ndim == 1:
-                value = value + (kind == "gemma3")  # whose norms multiply by 1 + weight here
+                value = value + np.float32(kind == "gemma3")  # whose norms multiply by 1 + weight here
             stored = own if value.ndim > 1 else kinds.F32
-            writer.add_tensor(
-                f"{target}.weight", gguf.quants.quantize(value.astype(np.float32), stored), raw_dtype=stored
-            )
+            target = names.get_name(name, try_suffixes=(".weight",))
+            writer.add_tensor(target, gguf.quants.quantize(value, stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -309,6 +286,7 @@ class OpenVino:
     def generate(self, prompts: Prompts, new_tokens: int, is_filled: bool) -> tuple[Prompts, Clock]:
         config = self.genai.GenerationConfig()
         config.max_new_tokens, config.ignore_eos, config.do_sample = new_tokens, True, False
+        config.set_eos_token_id(0)  # or it finds fault with none
         clock = Clock(len(prompts))
         handles = [
             self.model.add_request(row, self.openvino.Tensor(np.array([prompt], dtype=np.int64)), config)

@@ -148,6 +148,7 @@ class LlamaCpp:
         options.n_outputs_max = num_rows
         options.n_threads = options.n_threads_batch = num_threads
         options.kv_unified = True
+        options.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_DISABLED  # which is slower, by far over bfloat16 keys
         options.type_k = options.type_v = 0 if dtype == "float32" else 30  # GGML_TYPE_F32, GGML_TYPE_BF16
         self.context = lib.llama_init_from_model(model, options)
         if not self.context:
@@ -318,9 +319,10 @@ class Vllm:
         }
         from vllm import LLM, SamplingParams
 
-        self.engine: Any = LLM(
-            str(folder), skip_tokenizer_init=True, dtype=dtype, max_model_len=max_tokens, max_num_seqs=num_rows, seed=0
-        ).llm_engine
+        sizes = {"max_model_len": max_tokens, "max_num_seqs": num_rows}
+        # Compiling takes minutes on two cores, anew for each cell.
+        llm = LLM(str(folder), skip_tokenizer_init=True, dtype=dtype, enforce_eager=True, seed=0, **sizes)
+        self.engine: Any = llm.llm_engine
         self.params = SamplingParams
         self.weights = sum(file.stat().st_size for file in folder.glob("*.safetensors")) * BYTES[dtype] // 2
 

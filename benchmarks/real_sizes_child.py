@@ -75,7 +75,7 @@ class Transformers:
         if self.is_patched:
             import hf_paged
 
-            settings = {"num_blocks": max_tokens // 16 + 16} if max_tokens > 2**15 else {}
+            settings: dict[str, Any] = {"num_blocks": max_tokens // 16 + 16} if max_tokens > 2**15 else {}
             self.model = hf_paged.patch(self.model, **settings)
 
     def generate(self, prompts: Prompts, new_tokens: int, is_filled: bool) -> tuple[Prompts, Clock]:

@@ -105,7 +105,8 @@ class Layers:
         made_for = placement, self._placement.is_spread
         survey = self._survey  # which another thread may drop meanwhile
         if survey is None or self._made_for != made_for:
-            survey = self._survey = self._look_at(model, *made_for)
+            encoder = None if self.of_encoder is None else self.of_encoder._model()
+            survey = self._survey = _survey(model, *made_for, self._kinds, encoder)
             self._made_for = made_for
             self._join(model, survey)
         for shared in survey.known.values():
@@ -151,27 +152,33 @@ class Layers:
         if self.of_encoder is not None:
             self.of_encoder.forget()
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _look_at(self, model: nn.Module, placement: tuple[torch.dtype, torch.device] | None, is_spread: bool) -> Survey:
-        kernels: LayerKernels | str = "need one device"
-        dtype, device = placement or (torch.float32, torch.device("cpu"))
-        if placement is not None and not is_spread:
-            kernels = layer_kernels(dtype, device)
-        if isinstance(kernels, str):
-            logger.info("hf_paged: norms, gates and rotary embeddings are not fused: the kernels %s", kernels)
-        survey = Survey(dtype, device, None if isinstance(kernels, str) else kernels)
-        encoder = None if self.of_encoder is None else self.of_encoder._model()
-        for module in reversed(shared_modules(model, without=encoder)):
-            if survey.last is None and isinstance(getattr(module, "layer_idx", None), int):
-                survey.last = module
-            override = next((one for find in self._kinds if (one := find(module, survey)) is not None), None)
-            if override is not None:
-                survey.found[id(module)] = override
-        note_stacks(model.modules(), survey.found)
-        counts = Counter(type(override).__name__ for override in survey.found.values())
-        logger.info("hf_paged: modules that the engine's forwards override: %s", dict(counts))
-        return survey
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _survey(
+    model: nn.Module,
+    placement: tuple[torch.dtype, torch.device] | None,
+    is_spread: bool,
+    kinds: tuple[Kind, ...] = KINDS,
+    encoder: nn.Module | None = None,
+) -> Survey:
+    kernels: LayerKernels | str = "need one device"
+    dtype, device = placement or (torch.float32, torch.device("cpu"))
+    if placement is not None and not is_spread:
+        kernels = layer_kernels(dtype, device)
+    if isinstance(kernels, str):
+        logger.info("hf_paged: norms, gates and rotary embeddings are not fused: the kernels %s", kernels)
+    survey = Survey(dtype, device, None if isinstance(kernels, str) else kernels)
+    for module in reversed(shared_modules(model, without=encoder)):
+        if survey.last is None and isinstance(getattr(module, "layer_idx", None), int):
+            survey.last = module
+        override = next((one for find in kinds if (one := find(module, survey)) is not None), None)
+        if override is not None:
+            survey.found[id(module)] = override
+    note_stacks(model.modules(), survey.found)
+    counts = Counter(type(override).__name__ for override in survey.found.values())
+    logger.info("hf_paged: modules that the engine's forwards override: %s", dict(counts))
+    return survey
 
 
 def _look_at_hooks(survey: Survey, taken: list[ModuleOverride]) -> None:

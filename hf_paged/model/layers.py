@@ -61,14 +61,14 @@ class Layers:
         self,
         model: nn.Module,
         moving: Callable[[], AbstractContextManager[None]] = nullcontext,
-        kinds: tuple[Kind, ...] = KINDS,
+        kinds: tuple[Kind, ...] | None = None,
         encoder: nn.Module | None = None,
     ) -> None:
         """Does nothing before the first `scope`. The model is held weakly.
 
         Args:
             moving: Within it, weights are put elsewhere in memory, as they are.
-            kinds: What may stand in for its modules.
+            kinds: What may stand in for its modules; `None`: all `KINDS`.
             encoder: The part of it that is no part of a step.
         """
         self._model = weakref.ref(model)
@@ -159,7 +159,7 @@ def _survey(
     model: nn.Module,
     placement: tuple[torch.dtype, torch.device] | None,
     is_spread: bool,
-    kinds: tuple[Kind, ...] = KINDS,
+    kinds: tuple[Kind, ...] | None = None,
     encoder: nn.Module | None = None,
 ) -> Survey:
     kernels: LayerKernels | str = "need one device"
@@ -172,7 +172,7 @@ def _survey(
     for module in reversed(shared_modules(model, without=encoder)):
         if survey.last is None and isinstance(getattr(module, "layer_idx", None), int):
             survey.last = module
-        override = next((one for find in kinds if (one := find(module, survey)) is not None), None)
+        override = next((one for find in kinds or KINDS if (one := find(module, survey)) is not None), None)
         if override is not None:
             survey.found[id(module)] = override
     note_stacks(model.modules(), survey.found)

@@ -95,7 +95,9 @@ def _t5gemma() -> PreTrainedModel:
             bos_token_id=BOS,
         )
 
-    return hf.T5GemmaForConditionalGeneration(hf.T5GemmaConfig(encoder=part(), decoder=part(), vocab_size=VOCAB))
+    config = hf.T5GemmaConfig(encoder=part(), decoder=part(), vocab_size=VOCAB)
+    # Older versions let torch's function compute it, which leaves the softcap of its scores out.
+    return hf.T5GemmaForConditionalGeneration._from_config(config, attn_implementation="eager")  # type: ignore[no-any-return]
 
 
 def _pix2struct() -> PreTrainedModel:

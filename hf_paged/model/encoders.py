@@ -19,7 +19,7 @@ from hf_paged.core.process import PROCESS, Lasting
 from hf_paged.model.exact_operations import Activation, ExactModule, is_leaf, names_in
 from hf_paged.model.layers import Layers
 from hf_paged.model.linears import Linear
-from hf_paged.model.module_overrides import CALL, ModuleOverride, has_hooks, is_untouched
+from hf_paged.model.module_overrides import CALL, ModuleOverride, is_untouched
 
 _MASK = "attention_mask"
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the table in which models' code looks for its attention
@@ -102,7 +102,7 @@ def _is_by_token(own: ModuleOverride) -> bool:
 
 def _may_be_packed(layer: nn.Module) -> bool:
     """Whether a layer is given states and a mask, no table of positions, and leaves attention to transformers."""
-    if not isinstance(layer, GradientCheckpointingLayer) or not is_untouched(layer) or has_hooks(layer):
+    if not isinstance(layer, GradientCheckpointingLayer) or not is_untouched(layer):
         return False
     parameters = inspect.signature(layer.forward).parameters.values()
     names = {each.name for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD}

@@ -9,11 +9,14 @@ import peft
 import pytest
 import torch
 from torch import Tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.bart.modeling_bart import BartEncoderLayer
 
 import hf_paged
 from helpers.encoder_decoders import PACKED, build, sources
 from helpers.models import VOCAB
 from hf_paged.api.encodings import encoding_text
+from hf_paged.attention.encoder_rows import EncoderRows
 
 # Their attention is code of their own, whose matrix products depend on the batch's size.
 OWN_ATTENTION = {"pegasus_x", "bigbird_pegasus", "longt5"}
@@ -95,6 +98,62 @@ def test_changed_layers() -> None:
     adapted = encode(model, ids, mask)
     assert not torch.equal(adapted, changed)
     assert_near(adapted[shown], encode(model, ids, mask, is_ours=False)[shown])
+
+
+class Running(GradientCheckpointingLayer):
+    """Sums columns up, by code of its own."""
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
+        return hidden_states.cumsum(dim=1)
+
+
+class Told(BartEncoderLayer):
+    """Adds what it is told of each place, by a name that nobody knows."""
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
+        return super().forward(hidden_states + kwargs.pop("told", 0), attention_mask, **kwargs)
+
+
+@pytest.mark.parametrize("kind", ["running", "told"])
+@torch.no_grad()
+def test_layers_that_see_columns(kind: str) -> None:
+    """Would break: a layer is given packed tokens that sees its neighbours, or has a table by column beside them."""
+    model = build("bart")
+    layers = model.get_encoder().layers
+    if kind == "running":
+        layers[0] = Running().eval()
+    else:
+        layers[0].__class__ = Told
+    hf_paged.patch(model)
+    ids, mask = sources("bart").values()
+    told = {} if kind == "running" else {"told": torch.randn(*ids.shape, 1, generator=torch.Generator().manual_seed(0))}
+    expected = model.get_encoder()(input_ids=ids, attention_mask=mask, **told).last_hidden_state
+    with encoding_text(model, ids, mask):
+        found = model.get_encoder()(input_ids=ids, attention_mask=mask, **told).last_hidden_state
+    assert_near(found[mask.bool()], expected[mask.bool()])
+
+
+def test_states_that_are_written_to() -> None:
+    """Would break: what was packed before a write is taken for what is there behind it."""
+    rows = EncoderRows.of(torch.tensor([[1, 1, 0], [0, 1, 0]]))
+    assert rows is not None
+    states = torch.randn(2, 3, 4)
+    assert rows.pack(states) is rows.pack(states)
+    states.add_(1)
+    assert torch.equal(rows.pack(states)[0], states[torch.tensor([[True, True, False], [False, True, False]])])
+
+
+def test_what_stands_in_for_its_modules() -> None:
+    """Would break: steps take over modules that encoders run beside them; a layer put in later is never found."""
+    model = hf_paged.patch(build("bart"))
+    batch, layers, own = sources("bart"), model.paged.core.layers, set(map(id, model.get_encoder().modules()))
+    model.generate(**batch, max_new_tokens=2)
+    assert layers.found and not own & {id(each.module) for each in layers.found}
+    layer = model.get_encoder().layers[0]
+    layer.fc1 = torch.nn.Linear(layer.fc1.in_features, layer.fc1.out_features).eval()
+    for _ in range(2):
+        model.generate(**batch, max_new_tokens=2)
+    assert any(each.module is layer.fc1 for each in layers.of_encoder.found)
 
 
 def test_beside_steps_and_other_encoders() -> None:

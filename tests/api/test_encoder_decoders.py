@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -29,6 +30,7 @@ from helpers.encoder_decoders import (
 from helpers.models import VOCAB
 from helpers.pairs import MakePair, Pair, assert_same
 from helpers.waiting import PATIENCE, eventually, in_background
+from hf_paged.attention.padded_sources import PaddedSourceCache, PaddedSources
 
 IS_OLD = Version(hf.__version__) < Version("5.18.dev0")
 MODES: dict[str, dict[str, Any]] = {
@@ -361,3 +363,27 @@ def test_few_positions() -> None:
     config = copy.deepcopy(build("m2m_100").config)
     config.max_position_embeddings = 50
     assert hf_paged.is_supported(hf.M2M100ForConditionalGeneration(config).eval()).layout == "packed"
+
+
+def test_padded_sources_are_written_once(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: each forward of a step makes and writes all of its fresh sources again."""
+    pair, written = make_pair(build("led")), []
+    own = PaddedSourceCache.update
+
+    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+        written.append(args[2])
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(PaddedSourceCache, "update", update)
+    prompts = [[START], [START, 7, 8, 9]]  # of two lengths, which this model computes apart
+    pair.engine.pause()
+    requests = [
+        pair.engine.submit(text[0].tolist(), decoder_input_ids=prompt, max_new_tokens=3)
+        for text, prompt in zip(texts(2), prompts, strict=True)
+    ]
+    pair.engine.resume()
+    assert all(len(request.result(PATIENCE).token_ids) == 3 for request in requests)
+    assert written == [0, 1]  # by layer
+    fresh = PaddedSources([np.zeros((2, 1), np.int64)], np.ones(2, np.int64), torch.zeros(2, 4))
+    assert fresh.of(np.array([1]), is_first=True).fresh is fresh.fresh
+    assert fresh.of(np.array([1]), is_first=False).fresh is None

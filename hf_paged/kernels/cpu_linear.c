@@ -3,7 +3,7 @@
    lie.
 
    As in the kernels of matrix libraries, a tile of sums stays in registers: 4 rows times 6 vectors, so that 10 loads
-   serve 24 multiplications. Where the elements of a column lie side by side, a vector is along the width: lanes are
+   serve 24 multiplications. (Of few rows, it is one vector: memory is what limits them.) Where the elements of a column lie side by side, a vector is along the width: lanes are
    elements of one column, and are added up by halves at the end. Where columns lie side by side, it is across it: each
    lane is a column.
 
@@ -29,6 +29,7 @@ enum { ROWS = 4, PAGE = 4096 };
 enum { PAIR = 4 / sizeof(element), STEP = LANES * PAIR }; /* elements in 4 bytes, and in a vector */
 enum { SPAN = 4096 / sizeof(element), SPAN_ACROSS = 64 * PAIR }; /* what a tile reads stays in the first-level cache */
 enum { BLOCK = 64, BLOCK_BYTES = 1 << 19 };                      /* rows, which stay in the second */
+enum { AHEAD = 8192 / sizeof(element), LINES_INPUT = 1 << 14 };   /* elements; bytes */
 enum { MIN_PRODUCTS = 1 << 19 };                                 /* below, a second thread costs more than it saves */
 
 typedef element elements __attribute__((vector_size(LANES * sizeof(element)), aligned(sizeof(element))));
@@ -124,6 +125,7 @@ typedef void tile_function(struct operand, struct operand, int64_t, const elemen
   TILE(1, name, __VA_ARGS__) TILE(2, name, __VA_ARGS__) TILE(3, name, __VA_ARGS__) TILE(4, name, __VA_ARGS__)
 #define ALL_ROWS(name) {name##1, name##2, name##3, name##4}
 TILES(narrow_along, 1, 0, 0)
+TILES(line, 1, 0, 1)
 TILES(plain_along, VECTORS, 0, 0)
 TILES(one_ahead_along, VECTORS, 0, 1)
 TILES(all_ahead_along, VECTORS, 0, VECTORS)
@@ -154,8 +156,8 @@ INLINE void finish(const int vectors, const struct part *part, int64_t row, int6
     return;
   }
   float results[ROWS * VECTORS];
-  for (int64_t i = rows * vectors; i < ROWS * vectors; i++) sums[i] = (vector){0};
-  EACH(i, ROWS * vectors / 4) {
+  for (int64_t i = rows * vectors; i % 4; i++) sums[i] = (vector){0};
+  for (int64_t i = 0; i < (rows * vectors + 3) / 4; i++) {
     const four result = folded(sums + 4 * i);
     memcpy(results + 4 * i, &result, sizeof(result));
   }
@@ -221,10 +223,36 @@ static void strip(const struct linear *a, const struct part *part, int64_t first
   } while (k < a->width);
 }
 
+/* Columns one by one, each a span: what is read lies in one line, which a processor foresees best. */
+static void lines(const struct linear *a, const struct part *part, int64_t first, int64_t end) {
+  static tile_function *const LINE[ROWS] = ALL_ROWS(line);
+  vector sums[ROWS];
+  EACH(r, ROWS) sums[r] = (vector){0};
+  for (int64_t column = first; column < end; column++) {
+    const struct operand weight = {part->weight + column * part->row, part->row};
+    const element *bias = part->bias ? part->bias + column : 0;
+    for (int64_t row = 0; row < a->rows; row += ROWS) {
+      const int64_t rows = a->rows - row < ROWS ? a->rows - row : ROWS;
+      const struct operand input = {a->input + row * a->width, a->width};
+      (row ? TILE_OF[0][NARROW] : LINE)[rows - 1](input, weight, a->width, weight.first + AHEAD, sums, 1);
+      const four result = folded(sums);
+      for (int64_t r = 0; r < rows; r++)
+        put((const float *)&result + r, 1, part->output + (row + r) * part->columns + column, bias);
+    }
+  }
+}
+
+/* Whether inputs and a column of the weight fit into the first-level cache together, and leave no edges. */
+static int are_lines(const struct linear *a, const struct part *part) {
+  const int64_t width = a->width, fits = a->rows * width * (int64_t)sizeof(element) <= LINES_INPUT;
+  return !part->is_transposed && 0 < width && width <= SPAN && width % STEP == 0 && fits;
+}
+
 static int64_t panel_of(const struct part *part) { return part->is_transposed ? VECTORS * LANES : VECTORS; }
 
 /* Of one part, columns from `first` to `end`. */
 static void columns_of(const struct linear *a, const struct part *part, int64_t first, int64_t end) {
+  if (are_lines(a, part)) return lines(a, part, first, end);
   const int64_t panel = panel_of(part), unit = panel / VECTORS;
   int64_t block = BLOCK_BYTES / (a->width * sizeof(element) + 1) / ROWS * ROWS;
   block = block < ROWS ? ROWS : block > BLOCK ? BLOCK : block;

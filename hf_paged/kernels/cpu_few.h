@@ -3,6 +3,7 @@
 
    Needs cpu_tile.h. A lane holds 4 bytes: of bfloat16 a pair of elements, of codes four, which are sums of their own. */
 enum { FEW = 8, PAIR = 4 / sizeof(stored), STEP = LANES * PAIR, PARTS = KEYS / LANES };
+enum { MOST_STEPS = 4 };
 enum { KEY_STEPS = (HEAD_DIM + STEP - 1) / STEP, VALUE_STEPS = (VALUE_DIM + STEP - 1) / STEP };
 
 struct few {
@@ -116,13 +117,14 @@ INLINE void multiply_few(const struct few *few, const int rows, int p, int s, co
   }
 }
 
-/* Adds up to STEP elements of the values, `steps` times, from step `s` on: of their fours, `at_once` from `first` on. */
+/* Adds up to STEP elements of the values, `steps` times, from step `s` on: of their fours, `at_once` from `first` on.
+   Of the next tile's, every `every`-th is fetched, from the one numbered `pass` on: memory is busy all the time. */
 INLINE void add_some(struct few *few, const int rows, int s, const int steps, const int count, const int first,
-                     const int at_once, float (*weight)[KEYS], const float *factor, int fetches) {
-  vector sum[rows][steps][at_once];
+                     const int at_once, float (*weight)[KEYS], const float *factor, const int pass, const int every) {
+  vector sum[FEW][MOST_STEPS][PAIR]; /* of constant sizes, or they would not stay in registers */
   EACH(r, rows) EACH(i, steps) EACH(w, at_once) sum[r][i][w] = few->sum[r][s + i][first + w] * factor[r];
   for (int k = 0; k < KEYS; k++) {
-    if (fetches) fetch(few->next[k] + few->to_values);
+    if (k % every == pass) fetch(few->next[k] + few->to_values);
     EACH(i, steps) {
       const vector value = load(few->values[k] + (s + i) * STEP, count);
       EACH(w, at_once) {
@@ -136,10 +138,10 @@ INLINE void add_some(struct few *few, const int rows, int s, const int steps, co
 
 /* All of them: as many at once as there are registers for. */
 INLINE void add_values(struct few *few, const int rows, int s, const int steps, const int count, float (*weight)[KEYS],
-                       const float *factor, int fetches) {
+                       const float *factor, const int pass, const int every) {
   const int at_once = rows * PAIR > 16 ? 16 / rows : PAIR;
   EACH(part, PAIR / at_once)
-    add_some(few, rows, s, steps, count, part * at_once, at_once, weight, factor, fetches && !part);
+    add_some(few, rows, s, steps, count, part * at_once, at_once, weight, factor, part ? every : pass, every);
 }
 
 /* Scores of one row's keys to weights. */
@@ -161,8 +163,8 @@ INLINE float weigh_few(struct few *few, int r, float *row, int64_t start, float 
 
 /* The tile of keys and values that is set, of which token `start` is the first. */
 INLINE void attend_few_keys(struct few *few, const int rows, int64_t start, float softcap) {
-  vector score[rows][PARTS];
-  float weight[rows][KEYS] __attribute__((aligned(64))), factor[rows];
+  vector score[FEW][PARTS];
+  float weight[FEW][KEYS] __attribute__((aligned(64))), factor[FEW];
   EACH(r, rows) EACH(p, PARTS) score[r][p] = (vector){0};
   int k = 0;
   for (int p = 0; p < PARTS; p++)
@@ -171,7 +173,7 @@ INLINE void attend_few_keys(struct few *few, const int rows, int64_t start, floa
       if (HEAD_DIM % STEP == 0 || s < KEY_STEPS - 1) multiply_few(few, rows, p, s, STEP, score);
       else multiply_few(few, rows, p, s, HEAD_DIM % STEP, score);
     }
-  memcpy(weight, score, sizeof weight);
+  memcpy(weight, score, rows * sizeof weight[0]);
   for (int r = 0; r < rows; r++) {
     if (IS_SCALED)
       for (int k = 0; k < KEYS; k++) weight[r][k] *= few->key_scale[k];
@@ -181,10 +183,11 @@ INLINE void attend_few_keys(struct few *few, const int rows, int64_t start, floa
   }
   enum { WHOLE = VALUE_DIM / STEP };
   const int most = rows > 4 || rows * PAIR > 8 ? 1 : rows * PAIR > 2 ? 2 : 4, steps = most < WHOLE ? most : WHOLE ? WHOLE : 1;
+  const int passes = WHOLE ? WHOLE / steps : 1;
   int s = 0;
-  for (; s + steps <= WHOLE; s += steps) add_values(few, rows, s, steps, STEP, weight, factor, !s);
-  for (; s < WHOLE; s++) add_values(few, rows, s, 1, STEP, weight, factor, !s);
-  if (VALUE_DIM % STEP) add_values(few, rows, s, 1, VALUE_DIM % STEP, weight, factor, !s);
+  for (; s + steps <= WHOLE; s += steps) add_values(few, rows, s, steps, STEP, weight, factor, s / steps, passes);
+  for (; s < WHOLE; s++) add_values(few, rows, s, 1, STEP, weight, factor, passes, passes);
+  if (VALUE_DIM % STEP) add_values(few, rows, s, 1, VALUE_DIM % STEP, weight, factor, WHOLE ? passes : 0, passes);
 }
 
 typedef void few_function(struct few *, int64_t, float);

@@ -66,6 +66,9 @@ class PagedConfig:
             `init_continuous_batching()` is the first use); 0.25 on CPU, where the pages are only touched when used.
         max_num_seqs: Sequences in one model step at most.
         max_num_batched_tokens: Tokens in one model step at most; longer prompts are prefilled in chunks.
+        max_step_seconds: Seconds that a step should take: prompts are computed in chunks as small as that needs, by
+            what tokens were measured to cost, so that no row waits long for the step behind. `None`: no limit, and the
+            same chunks in each run; `hf-paged serve` sets 1.
         max_prompt_delay: Seconds that prompts may be held back while other rows run, until they fill a step together:
             fewer steps are slowed down by prompts, whose first tokens come later.
         max_waiting: Requests that may wait in the queue; `None`: no limit. With a full queue `generate()` waits and
@@ -114,6 +117,7 @@ class PagedConfig:
     memory_fraction: float | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    max_step_seconds: float | None = None
     max_prompt_delay: float = 0.0
     max_waiting: int | None = None
     max_branches: int | None = None
@@ -158,6 +162,9 @@ class PagedConfig:
             raise ValueError(f"memory_fraction must be None, or above 0 and at most 1, got {share!r}")
         if not _is_number(self.rank_timeout) or not 0 < self.rank_timeout < math.inf:
             raise ValueError(f"rank_timeout must be a number of seconds above 0, got {self.rank_timeout!r}")
+        limit = self.max_step_seconds
+        if limit is not None and (not _is_number(limit) or not 0 < limit < math.inf):
+            raise ValueError(f"max_step_seconds must be None or a number of seconds above 0, got {limit!r}")
         if not _is_number(self.max_prompt_delay) or not 0 <= self.max_prompt_delay < math.inf:
             raise ValueError(
                 f"max_prompt_delay must be a number of seconds of at least 0, got {self.max_prompt_delay!r}"

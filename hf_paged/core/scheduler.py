@@ -59,7 +59,13 @@ class Scheduler(Sequences):
     # A step
 
     def schedule(
-        self, *, forced: bool = False, only: object = None, max_tokens: int | None = None, holds: bool = False
+        self,
+        *,
+        forced: bool = False,
+        only: object = None,
+        max_tokens: int | None = None,
+        max_prompt_tokens: int | None = None,
+        holds: bool = False,
     ) -> Batch:
         """Chooses the next step and allocates its blocks. Its sequences are in flight until `update` or `undo`.
 
@@ -67,6 +73,7 @@ class Scheduler(Sequences):
             forced: Nothing is running or will come back by itself: the first group in line may preempt any other.
             only: Groups of this owner only.
             max_tokens: A smaller token budget than usual.
+            max_prompt_tokens: Of these, how many may be of prompts; `least_chunk` at least.
             holds: Lets no group in beside those that run.
 
         Returns:
@@ -77,7 +84,8 @@ class Scheduler(Sequences):
                 `group` says which. Nothing is in flight, but its `swap_outs` are to be executed.
         """
         budget = min(self._max_num_batched_tokens, max_tokens or self._max_num_batched_tokens)
-        step = Step(budget, self._max_num_seqs, only, forced, holds)
+        of_prompts = None if max_prompt_tokens is None else max(max_prompt_tokens, self._manager.least_chunk)
+        step = Step(budget, self._max_num_seqs, only, forced, holds, of_prompts)
         num_preemptions, num_stalls = self.preemption.num_preemptions, self.admission.num_stalls
         if self._next_key is not None and not forced:
             step.batch_key, step.has_key = self._next_key[0], True
@@ -198,6 +206,7 @@ class Scheduler(Sequences):
                 is_open = step.is_open
         for arrival in parked:
             queues.ready.pop(arrival, None)  # an idle one may have been preempted meanwhile
+        step.end_decodes()
         for group in prefills:
             if step.is_full or step.needs_tokens:
                 break

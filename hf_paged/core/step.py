@@ -16,6 +16,7 @@ class Step:
     only: object
     forced: bool
     holds: bool = False
+    prompt_budget: int | None = None  # tokens of all that comes behind the decodes; `None`: what is left
     batch_key: Hashable = None
     has_key: bool = False
     skipped_key: tuple[Hashable] | None = None
@@ -25,6 +26,11 @@ class Step:
     hashes: set[bytes] = field(default_factory=set)  # of the prompt blocks that this step computes
     chunks: list[Chunk] = field(default_factory=list)
     moves: BlockMoves = field(default_factory=BlockMoves)
+
+    def end_decodes(self) -> None:
+        """What comes now are prompts."""
+        if self.prompt_budget is not None:
+            self.budget = min(self.budget, self.prompt_budget)
 
     @property
     def is_open(self) -> bool:

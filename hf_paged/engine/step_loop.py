@@ -23,6 +23,7 @@ from hf_paged.engine.run import Run
 
 SLICE_SECONDS = 0.005  # after which a thread that waits for the step lock looks whether it still needs it
 FAULT_SECONDS = 5.0  # that a step may take to fail by itself, when another rank is gone
+LEAST_CHUNK = 64  # tokens of prompts in a step, however slow they are: smaller ones cost more each
 ROOM_SECONDS = 5.0  # without any step, after which a group that finds no room beside what callers hold is refused
 
 
@@ -261,7 +262,8 @@ class StepLoop:
             if not self._pool.is_made:
                 return False
             holds = only is None and not forced and self._holds_prompts()
-            step = self._schedule(only=only, forced=forced, max_tokens=self._token_limit, holds=holds)
+            limits = {"max_tokens": self._token_limit, "max_prompt_tokens": self._affordable()}
+            step = self._schedule(only=only, forced=forced, holds=holds, **limits)
             if step is None:
                 return True
         if not step.seq_ids:
@@ -294,6 +296,13 @@ class StepLoop:
         self.carry_out()
         while self._posted_between:
             self._posted_between.popleft()()
+
+    def _affordable(self) -> int | None:
+        """Tokens of prompts that a step has time for; `None`: any number."""
+        limit, cost = self._pool.config.max_step_seconds, self._pool.cost.seconds_per_token
+        if limit is None:
+            return None
+        return LEAST_CHUNK if cost is None else max(LEAST_CHUNK, int(limit / cost))
 
     def _holds_prompts(self) -> bool:
         """Whether prompts are held back beside the rows that run, so that a later step takes more of them at once."""

@@ -25,7 +25,7 @@ _KEPT = "adapter_layer_names"  # the attribute of PEFT's layers that names what 
 
 def is_tuner(module: nn.Module) -> bool:
     """Whether it is a layer of PEFT's around another one, or instead of it."""
-    return hasattr(module, "active_adapters") and hasattr(type(module), _KEPT)
+    return hasattr(type(module), _KEPT) and hasattr(module, "active_adapters")
 
 
 def inner(layer: Any) -> nn.Module:

@@ -194,6 +194,9 @@ def serve(
         int | None, typer.Option(min=1, help="Blocks in the pool; default: from free memory.")
     ] = None,
     max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Sequences in a step; default: 256.")] = None,
+    max_step_seconds: Annotated[
+        float, typer.Option(min=0.001, help="Seconds that a step should take: long prompts are computed in chunks.")
+    ] = 1.0,
     max_branches: Annotated[int | None, typer.Option(min=1, help="Samples or beams that a prompt may have.")] = None,
     max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; beyond them: 429.")] = 1024,
     max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="The longest prompt.")] = None,
@@ -233,7 +236,7 @@ def serve(
     is_embedded = model == str(TINY_MODEL)
     if threads or is_embedded:
         torch.set_num_threads(threads or 1)
-    given: dict[str, Any] = {"block_size": block_size, "num_blocks": num_blocks}
+    given: dict[str, Any] = {"block_size": block_size, "num_blocks": num_blocks, "max_step_seconds": max_step_seconds}
     given |= {"max_num_seqs": max_num_seqs, "max_branches": max_branches}
     try:
         from hf_paged.server.run import run_server  # with its extra

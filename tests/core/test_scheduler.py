@@ -146,6 +146,19 @@ def test_decodes_go_before_prefill_chunks_and_these_before_new_prompts() -> None
     assert sum(n for _, _, n in step.chunks) == 4
 
 
+def test_prompts_have_a_budget_of_their_own_behind_decodes() -> None:
+    setup = Setup(num_blocks=64, budget=12)
+    decodes = [setup.computed(1) for _ in range(5)]
+    setup.extend(*decodes)
+    first, second = setup.add(4), setup.add(4)
+    step = setup.step(max_prompt_tokens=6)
+    assert step.chunks == [*((s.seq_id, 1, 1) for s in decodes), (first.seq_id, 0, 4), (second.seq_id, 0, 2)]
+    setup.extend(*decodes)
+    setup.add(8)
+    assert setup.step(max_prompt_tokens=2).num_tokens == 5 + 2, "chunks that go on count, too"
+    assert setup.step(max_prompt_tokens=20).num_tokens == 8, "never more than the whole budget"
+
+
 def test_first_come_first_served_within_a_priority() -> None:
     setup = Setup(max_num_seqs=1)
     setup.add(1, priority=1), setup.add(1), setup.add(1, priority=-1), setup.add(1), setup.add(1, priority=-1)

@@ -617,5 +617,34 @@ def test_prompts_are_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
     engine.check_invariants()
 
 
+def test_prompts_come_in_chunks_that_a_step_has_time_for() -> None:
+    """By what tokens were measured to cost, beside rows that decode."""
+    model = hf_paged.patch(build("llama"), num_blocks=256, max_step_seconds=2.0)
+    engine = model.paged
+    engine.pause()
+    prompts = [random_ids(1, length, seed=length)[0].tolist() for length in (6, 500)]
+    sizes = []
+
+    def step(seconds_per_token: float | None) -> None:
+        engine.core.pool.cost.seconds_per_token = seconds_per_token
+        before = engine.stats().num_prefill_tokens
+        engine.step()
+        sizes.append(engine.stats().num_prefill_tokens - before + 1)  # the prompt's first one isn't counted
+
+    requests = [engine.submit(prompts[0], max_new_tokens=8, eos_token_id=None)]
+    engine.step()
+    requests.append(engine.submit(prompts[1], max_new_tokens=4, eos_token_id=None))
+    for seconds in (None, 0.02, 1.0, 1e-6):
+        step(seconds)
+    assert sizes == [64, 100, 64, 272]
+    engine.resume()
+    stock = build("llama")
+    for request, prompt in zip(requests, prompts, strict=True):
+        tokens = request.result(60).token_ids
+        expected = stock.generate(torch.tensor([prompt]), max_new_tokens=len(tokens), eos_token_id=None)
+        assert tokens == expected[0, len(prompt) :].tolist()
+    engine.check_invariants()
+
+
 if __name__ == "__main__":
     run_processes(PROCESSES)

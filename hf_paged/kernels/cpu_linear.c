@@ -234,7 +234,8 @@ static void lines(const struct linear *a, const struct part *part, int64_t first
     for (int64_t row = 0; row < a->rows; row += ROWS) {
       const int64_t rows = a->rows - row < ROWS ? a->rows - row : ROWS;
       const struct operand input = {a->input + row * a->width, a->width};
-      (row ? TILE_OF[0][NARROW] : LINE)[rows - 1](input, weight, a->width, weight.first + AHEAD, sums, 1);
+      tile_function *const own = row ? TILE_OF[0][NARROW][rows - 1] : LINE[rows - 1];
+      own(input, weight, a->width, weight.first + AHEAD, sums, 1);
       const four result = folded(sums);
       for (int64_t r = 0; r < rows; r++)
         put((const float *)&result + r, 1, part->output + (row + r) * part->columns + column, bias);

@@ -67,8 +67,8 @@ class PagedConfig:
         max_num_seqs: Sequences in one model step at most.
         max_num_batched_tokens: Tokens in one model step at most; longer prompts are prefilled in chunks.
         max_step_seconds: Seconds that a step should take: prompts are computed in chunks as small as that needs, by
-            what tokens were measured to cost, so that no row waits long for the step behind. `None`: no limit, and the
-            same chunks in each run; `hf-paged serve` sets 1.
+            what tokens were measured to cost (nothing is limited before, nor to less than 64 tokens), so that no row
+            waits long for the step behind. `None`: no limit, the same chunks in each run; `hf-paged serve` sets 1.
         max_prompt_delay: Seconds that prompts may be held back while other rows run, until they fill a step together:
             fewer steps are slowed down by prompts, whose first tokens come later.
         max_waiting: Requests that may wait in the queue; `None`: no limit. With a full queue `generate()` waits and

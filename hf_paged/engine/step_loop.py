@@ -298,11 +298,9 @@ class StepLoop:
             self._posted_between.popleft()()
 
     def _affordable(self) -> int | None:
-        """Tokens of prompts that a step has time for; `None`: any number."""
+        """Tokens of prompts that a step has time for; `None`: any number, or it is not known what they cost."""
         limit, cost = self._pool.config.max_step_seconds, self._pool.cost.seconds_per_token
-        if limit is None:
-            return None
-        return LEAST_CHUNK if cost is None else max(LEAST_CHUNK, int(limit / cost))
+        return None if limit is None or cost is None else max(LEAST_CHUNK, int(limit / cost))
 
     def _holds_prompts(self) -> bool:
         """Whether prompts are held back beside the rows that run, so that a later step takes more of them at once."""

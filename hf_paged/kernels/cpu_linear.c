@@ -3,9 +3,9 @@
    lie.
 
    As in the kernels of matrix libraries, a tile of sums stays in registers: 4 rows times 6 vectors, so that 10 loads
-   serve 24 multiplications. (Of few rows, it is one vector: memory is what limits them.) Where the elements of a column lie side by side, a vector is along the width: lanes are
-   elements of one column, and are added up by halves at the end. Where columns lie side by side, it is across it: each
-   lane is a column.
+   serve 24 multiplications; times one vector where rows are so few that memory is what limits them. Where the elements of
+   a column lie side by side, a vector is along the width: lanes are elements of one column, and are added up by halves at
+   the end. Where columns lie side by side, it is across it: each lane is a column.
 
    A sum is made in one order, whatever the tile, the rows beside it, the other parts and the threads: spans of the
    width one after the other, each summed by itself. */
@@ -29,7 +29,7 @@ enum { ROWS = 4, PAGE = 4096 };
 enum { PAIR = 4 / sizeof(element), STEP = LANES * PAIR }; /* elements in 4 bytes, and in a vector */
 enum { SPAN = 4096 / sizeof(element), SPAN_ACROSS = 64 * PAIR }; /* what a tile reads stays in the first-level cache */
 enum { BLOCK = 64, BLOCK_BYTES = 1 << 19 };                      /* rows, which stay in the second */
-enum { AHEAD = 8192 / sizeof(element), LINES_INPUT = 1 << 14 };   /* elements; bytes */
+enum { AHEAD = 8192 / sizeof(element), LINES_INPUT = 1 << 14 };  /* elements; bytes */
 enum { MIN_PRODUCTS = 1 << 19 };                                 /* below, a second thread costs more than it saves */
 
 typedef element elements __attribute__((vector_size(LANES * sizeof(element)), aligned(sizeof(element))));

@@ -195,7 +195,7 @@ def serve(
     ] = None,
     max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Sequences in a step; default: 256.")] = None,
     max_step_seconds: Annotated[
-        float, typer.Option(min=0.001, help="Seconds that a step should take: long prompts are computed in chunks.")
+        float, typer.Option(min=0.001, envvar="HF_PAGED_MAX_STEP_SECONDS", help="Seconds that a step should take.")
     ] = 1.0,
     max_branches: Annotated[int | None, typer.Option(min=1, help="Samples or beams that a prompt may have.")] = None,
     max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; beyond them: 429.")] = 1024,

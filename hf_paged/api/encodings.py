@@ -16,21 +16,22 @@ from hf_paged.engine.call_context import call_context
 Encodings = dict[Hashable, Tensor]  # by what a row was made of: of the last batch that was encoded in a call
 
 
-def encoding_text(model: Any, inputs: Tensor, mask: Any) -> AbstractContextManager[None]:
-    """In what an encoder runs: if it reads tokens, or their embeddings, on CPU, those that a mask hides are skipped.
+def encoding(model: Any, inputs: Tensor, mask: Any = None) -> AbstractContextManager[None]:
+    """In what an encoder runs: on CPU one at a time, and if it reads tokens, or their embeddings, those that a mask
+    hides are skipped.
 
     Args:
         inputs: `[rows, columns, ...]`, what it reads.
         mask: `[rows, columns]`, if these are tokens; `None`: it hides nothing.
     """
     core = model.paged.core
+    is_on_cpu = core.bound.placement[1].type == "cpu" and not core.bound.layer_devices and not core.bound.is_offloaded
+    if core.encoder is None or not is_on_cpu:
+        return nullcontext()
     if mask is None and inputs.is_cpu:
         mask = torch.ones(inputs.shape[:2], dtype=torch.int64, device="cpu")
     is_of_tokens = model.main_input_name == "input_ids" and isinstance(mask, Tensor) and mask.shape == inputs.shape[:2]
-    is_on_cpu = core.bound.placement[1].type == "cpu" and not core.bound.layer_devices and not core.bound.is_offloaded
-    if core.encoder is None or not is_of_tokens or not is_on_cpu or not mask.is_cpu or not _follows(model):
-        return nullcontext()
-    return core.encoder.scope(mask)
+    return core.encoder.scope(mask if is_of_tokens and mask.is_cpu and _follows(model) else None)
 
 
 def decodes_again(model: Any) -> bool:
@@ -47,13 +48,15 @@ def encoded(model: Any, features: Tensor, encode: Callable[[], Any]) -> Any:
     """
     kept = call_context().encodings
     if kept is None or not _follows(model):
-        return encode()
+        with encoding(model, features):
+            return encode()
     with model.paged.core.transaction():
         weights = model.paged.core.weights_key()
     keys = [(id(model), weights, _digest(row)) for row in features.detach()]
     if all(key in kept for key in keys):
         return BaseModelOutput(last_hidden_state=torch.stack([kept[key] for key in keys]))
-    output = encode()
+    with encoding(model, features):
+        output = encode()
     kept.clear()
     kept.update(zip(keys, output.last_hidden_state, strict=True))
     return output

@@ -28,7 +28,7 @@ from transformers import (
 from transformers.generation import GenerationMode
 
 from hf_paged.api.batch_methods import PagedBatchMixin
-from hf_paged.api.encodings import decodes_again, encoded, encoding_text
+from hf_paged.api.encodings import decodes_again, encoded, encoding
 from hf_paged.api.loops import prepare, run_call
 from hf_paged.api.rank_calls import run_on_ranks
 from hf_paged.api.routing import ENGINE, fall_back, why_not_stateful, why_stock
@@ -109,9 +109,10 @@ def _encoding(name: str) -> Callable[..., Any]:
             generation_config,
         )
         if generation_config.output_attentions or generation_config.output_hidden_states:
-            return run()
+            with encoding(self, inputs_tensor):
+                return run()
         if not decodes_again(self):
-            with encoding_text(self, inputs_tensor, model_kwargs.get("attention_mask")):
+            with encoding(self, inputs_tensor, model_kwargs.get("attention_mask")):
                 found, context = run(), call_context()
             context.states = DRAWS.states(context.states)  # some encoders draw, before the call itself does
             return found

@@ -31,7 +31,7 @@ from hf_paged.model.adapter import Adapter
 from hf_paged.model.adapter_store import Adapter as Pinned
 from hf_paged.model.adapters import Adapters
 from hf_paged.model.bound_model import BoundModel
-from hf_paged.model.encoders import TextEncoder
+from hf_paged.model.encoders import Encoder
 from hf_paged.model.latents import Latents
 from hf_paged.model.layers import Layers
 from hf_paged.model.runner import ModelRunner
@@ -83,7 +83,7 @@ class EngineCore:
         # Others' experts, too, may look at all tokens of a forward, padding among them.
         encoder = model.get_encoder() if traits.cross and traits.runs_packed else None
         self.layers = Layers(model, self._moving, encoder=encoder)
-        self.encoder = None if self.layers.of_encoder is None else TextEncoder(model, self.layers.of_encoder)
+        self.encoder = Encoder(model, self.layers.of_encoder) if traits.cross else None
         latents = Latents(model, traits.layers)
         self.adapters = adapters = Adapters(ranks_of(model) is None, config.compile_decode)
         self.weights_version = state = WeightsVersion(model, self.layers, latents, adapters)

@@ -1,4 +1,4 @@
-"""`TextEncoder`: an encoder on CPU computes the tokens of a padded batch that are no padding, each row as if alone."""
+"""`Encoder`: on CPU it reads of a padded batch of texts the tokens that are no padding, each row as if alone."""
 
 from __future__ import annotations
 
@@ -25,16 +25,18 @@ _MASK = "attention_mask"
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the table in which models' code looks for its attention
 
 
-class TextEncoder(Lasting):
-    """The encoder of a model whose sources are texts. It runs on the threads of callers, which take turns.
+class Encoder(Lasting):
+    """The encoder of a model on CPU. It runs on the threads of callers, which take turns: beside each other, and beside
+    steps, they would take each other's processors away in every single operation.
 
-    Embeddings are those of its own code, over the padded batch: positions are the columns, as in stock. Layers that are
-    given nothing but states and a mask run packed; of others, linear layers and activations skip padding. They are
-    computed by our kernels, and attention runs row by row, where it is one of transformers' functions: a row's bits
-    depend on that row alone.
+    Of texts, embeddings are those of its own code, over the padded batch: positions are the columns, as in stock.
+    Layers that are given nothing but states and a mask run packed; of others, linear layers and activations skip
+    padding. They are computed by our kernels, and attention runs row by row, where it is one of transformers'
+    functions: a row's bits depend on that row alone.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: Layers) -> None:
+    def __init__(self, model: PreTrainedModel, layers: Layers | None) -> None:
+        """`layers`: the ways to compute its modules; `None`: all are computed as they are."""
         self._configs = attention_configs(model)
         self._layers = layers
         self._lock = threading.RLock()
@@ -45,27 +47,28 @@ class TextEncoder(Lasting):
         return self._lock
 
     @contextmanager
-    def scope(self, mask: Tensor) -> Iterator[None]:
+    def scope(self, mask: Tensor | None) -> Iterator[None]:
         """Within it, this thread's forward of the encoder computes what a mask `[rows, columns]` on CPU shows.
 
-        One that has gaps, or hides a whole row, changes nothing.
+        One that has gaps, or hides a whole row, changes nothing; neither does `None`.
         """
-        rows = EncoderRows.of(mask)
-        if rows is None:
-            yield
-            return
-        with self._lock, paged_attention_scope(self._configs), self._layers.scope(), encoding(rows):
-            shown: list[_Shown] = []
-            if rows.has_padding:
-                shown += [_Shown(own.module, rows) for own in self._layers.found if own.thread_id and _is_by_token(own)]
-                shown += [_Shown(layer, rows) for layer in self._layers.modules if _may_be_packed(layer)]
-            for own in shown:
-                own.module.__dict__[CALL] = own
-            try:
+        with self._lock:
+            rows, layers = None if mask is None else EncoderRows.of(mask), self._layers
+            if rows is None or layers is None:
                 yield
-            finally:
+                return
+            with paged_attention_scope(self._configs), layers.scope(), encoding(rows):
+                shown: list[_Shown] = []
+                if rows.has_padding:
+                    shown += [_Shown(own.module, rows) for own in layers.found if own.thread_id and _is_by_token(own)]
+                    shown += [_Shown(layer, rows) for layer in layers.modules if _may_be_packed(layer)]
                 for own in shown:
-                    own.give_back()
+                    own.module.__dict__[CALL] = own
+                try:
+                    yield
+                finally:
+                    for own in shown:
+                        own.give_back()
 
 
 class _Shown(ModuleOverride):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -151,3 +154,29 @@ def test_whispers_errors_at_the_call(make_pair: MakePair, given: dict[str, Any],
     pair = make_pair(speech.tiny_whisper())
     with pytest.raises(ValueError, match=message):
         pair.engine.submit(**given)
+
+
+@pytest.mark.parametrize("kind", ["bart", "whisper"])
+def test_encoders_take_turns(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Would break: on CPU the encoders of as many callers as there are share its cores."""
+    model = tiny_bart() if kind == "bart" else speech.tiny_whisper()
+    given = torch.tensor([SOURCE]) if kind == "bart" else speech.features(1, speech.FRAMES)
+    pair, most, lock = make_pair(model), [0, 0], threading.Lock()
+    own = type(pair.paged.get_encoder()).forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            most[0] += 1
+            most[1] = max(most)
+        time.sleep(0.01)
+        try:
+            return own(*args, **kwargs)
+        finally:
+            most[0] -= 1
+
+    expected = pair.stock.generate(given, **GREEDY)
+    monkeypatch.setattr(type(pair.paged.get_encoder()), "forward", forward)
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(pair.paged.generate, given, **GREEDY) for _ in range(4)]
+        assert all(torch.equal(call.result(), expected) for call in calls)
+    assert most == [0, 1]

@@ -15,7 +15,7 @@ from transformers.models.bart.modeling_bart import BartEncoderLayer
 import hf_paged
 from helpers.encoder_decoders import PACKED, build, sources
 from helpers.models import VOCAB
-from hf_paged.api.encodings import encoding_text
+from hf_paged.api.encodings import encoding
 from hf_paged.attention.encoder_rows import EncoderRows
 
 # Their attention is code of their own, whose matrix products depend on the batch's size.
@@ -28,7 +28,7 @@ def encode(model: Any, ids: Tensor, mask: Tensor, is_ours: bool = True) -> Tenso
     encoder = model.get_encoder()
     if not is_ours:
         return encoder(input_ids=ids, attention_mask=mask).last_hidden_state  # type: ignore[no-any-return]
-    with encoding_text(model, ids, mask):
+    with encoding(model, ids, mask):
         return encoder(input_ids=ids, attention_mask=mask).last_hidden_state  # type: ignore[no-any-return]
 
 
@@ -128,7 +128,7 @@ def test_layers_that_see_columns(kind: str) -> None:
     ids, mask = sources("bart").values()
     told = {} if kind == "running" else {"told": torch.randn(*ids.shape, 1, generator=torch.Generator().manual_seed(0))}
     expected = model.get_encoder()(input_ids=ids, attention_mask=mask, **told).last_hidden_state
-    with encoding_text(model, ids, mask):
+    with encoding(model, ids, mask):
         found = model.get_encoder()(input_ids=ids, attention_mask=mask, **told).last_hidden_state
     assert_near(found[mask.bool()], expected[mask.bool()])
 

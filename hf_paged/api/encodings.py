@@ -17,8 +17,7 @@ Encodings = dict[Hashable, Tensor]  # by what a row was made of: of the last bat
 
 
 def encoding(model: Any, inputs: Tensor, mask: Any = None) -> AbstractContextManager[None]:
-    """In what an encoder runs: on CPU one at a time, and if it reads tokens, or their embeddings, those that a mask
-    hides are skipped.
+    """In what an encoder runs: on CPU one at a time, which skips tokens, or embeddings, that a mask hides.
 
     Args:
         inputs: `[rows, columns, ...]`, what it reads.

@@ -109,8 +109,7 @@ def _encoding(name: str) -> Callable[..., Any]:
             generation_config,
         )
         if generation_config.output_attentions or generation_config.output_hidden_states:
-            with encoding(self, inputs_tensor):
-                return run()
+            return run()
         if not decodes_again(self):
             with encoding(self, inputs_tensor, model_kwargs.get("attention_mask")):
                 found, context = run(), call_context()

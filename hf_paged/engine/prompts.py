@@ -85,6 +85,12 @@ def one_source(given: Any, arguments: dict[str, Any], model: Any) -> Tensor | No
             f"submit({name}=...) takes what this model's encoder reads of one request, a tensor of floats [1, ...], "
             f"got {kind}; the text that its decoder begins with is decoder_input_ids"
         )
+    bins = getattr(model.config, "num_mel_bins", None)
+    if name == "input_features" and bins is not None and bins not in source.shape[1:]:
+        raise ValueError(
+            f"this model's encoder reads {bins} mel bins, got features {list(source.shape)}: were they made by another "
+            "model's feature extractor?"
+        )
     return source.detach().clone()  # it may be read after this call
 
 

@@ -92,6 +92,14 @@ def test_errors_at_the_call(bart: Pair, given: dict[str, Any], message: str) -> 
         bart.engine.score([SOURCE])
 
 
+def test_features_of_another_model(make_pair: MakePair) -> None:
+    pair, features = make_pair(speech.tiny_whisper()), speech.features(1, speech.FRAMES)
+    bins = features.shape[1]
+    with pytest.raises(ValueError, match=rf"{bins} mel bins, got features \[1, {bins + 1}, "):
+        pair.engine.submit(input_features=torch.cat([features, features[:, :1]], dim=1))
+    assert pair.engine.submit(input_features=features, language="en").result().token_ids
+
+
 WHISPERS: list[dict[str, Any]] = [
     {"language": "en"},
     {"return_segments": True, "temperature": (0.0, 0.8), "logprob_threshold": 0.0},

@@ -117,7 +117,7 @@ def families_table(found: list[Family], as_markdown: bool = False) -> Table:
     table.add_column("bytes a token", justify="right", no_wrap=True)
     table.add_column("refused, or not packed, because", overflow="fold")
     for family in found:
-        size = f"{family.report.bytes_per_token(torch.bfloat16):,}" if family.report else ""
+        size = f"{family.report.bytes_per_token(torch.bfloat16):,}" if family.report.layout not in ("", "stock") else ""
         reason = family.reason or " ".join(family.report.why_padded.split())
         exact = "yes" if family.report.exact else ""
         table.add_row(family.name, family.report.layout, exact, size, reason.replace("|", "/"))

@@ -26,8 +26,8 @@ _INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the table in which models' code looks 
 
 
 class Encoder(Lasting):
-    """The encoder of a model on CPU. It runs on the threads of callers, which take turns: beside each other, and beside
-    steps, they would take each other's processors away in every single operation.
+    """The encoder of a model on CPU. It runs on the threads of callers, which take turns: at once they would take each
+    other's processors away in every single operation.
 
     Of texts, embeddings are those of its own code, over the padded batch: positions are the columns, as in stock.
     Layers that are given nothing but states and a mask run packed; of others, linear layers and activations skip
@@ -53,7 +53,8 @@ class Encoder(Lasting):
         One that has gaps, or hides a whole row, changes nothing; neither does `None`.
         """
         with self._lock:
-            rows, layers = None if mask is None else EncoderRows.of(mask), self._layers
+            layers = self._layers
+            rows = None if mask is None or layers is None else EncoderRows.of(mask)
             if rows is None or layers is None:
                 yield
                 return

@@ -41,6 +41,7 @@ class AttentionMetadata:
         num_decodes: Sequences with one new token each that the batch begins with.
         max_decode_len: Tokens of the longest of them; 0 if there is none.
         max_query_len: New tokens of the sequence that has most.
+        num_queries: New tokens of all sequences; layers that attend to sources write other numbers of slots.
         host_tables: `[S, N]` block tables on the host; `host_query_lens` and `host_seq_lens`: `[S]` int64, new tokens
             and tokens of each sequence; `host_start_loc`: `[S + 1]` int64.
         is_recorded: Whether its tensors are those of later steps, too.
@@ -78,6 +79,7 @@ class AttentionMetadata:
             self.num_decodes = int((query_lens > 1).argmax())
             self._token_rows = rows = np.repeat(np.arange(len(query_lens)), query_lens)
             self._positions = (seq_lens - query_lens)[rows] + np.arange(len(rows)) - self.host_start_loc[rows]
+        self.num_queries = len(self._token_rows)
         self._query_tiles: dict[tuple[int, int, int | None], Tensor] = {}
         self._decode_work: dict[WorkKind, DecodeWork] = {}
         self._query_work: dict[WorkKind, DecodeWork] = {}
@@ -359,6 +361,7 @@ class RecordedMetadata(AttentionMetadata):
         self.block_size = block_size
         self.null_block = null_block
         self.max_query_len = max_query_len
+        self.num_queries = len(slot_mapping)
         self.num_decodes = rows if max_query_len == 1 else rows - 1
         self.max_decode_len = block_tables.shape[1] * block_size
         self.host_seq_lens = np.ones(rows, dtype=np.int64)

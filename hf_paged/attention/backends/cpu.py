@@ -93,7 +93,7 @@ class CPUStep(TorchStep):
     def _make_rows(self, metadata: AttentionMetadata, num_heads: int) -> list[cpu.Rows]:
         """For layers of so many query heads: sequences that share blocks, if there are any, and all others."""
         num_decodes, heads_per_kv = metadata.num_decodes, num_heads // self._kv_cache.shape[3]
-        numbers = int(metadata.host_start_loc[-1]), int(metadata.host_seq_lens.max())  # not slots: sources have others
+        numbers = metadata.num_queries, int(metadata.host_seq_lens.max())
         given = metadata.block_tables, metadata.seq_lens, metadata.query_start_loc, *numbers
         least, most = self._kernels.together(heads_per_kv)
         shared = metadata.shared_prefixes if most > 1 and num_decodes >= least else None

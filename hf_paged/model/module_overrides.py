@@ -130,17 +130,16 @@ def overriding(calls: Iterable[ModuleOverride]) -> Iterator[list[ModuleOverride]
 
     Not those that have been given a forward of their own since, unless they are needed.
     """
-    taken = [
-        call
-        for call in calls
-        if call.is_needed
-        or (not {"forward", CALL} & call.module.__dict__.keys() and type(call.module).forward is call.own)
-    ]
+    taken: list[ModuleOverride] = []
     thread_id = threading.get_ident()
     try:
-        for call in taken:
-            call.thread_id = thread_id
-            call.module.__dict__[CALL] = call
+        for call in calls:  # each step comes here, with all of a model's modules
+            module = call.module
+            table = module.__dict__
+            if call.is_needed or ("forward" not in table and CALL not in table and type(module).forward is call.own):
+                taken.append(call)
+                call.thread_id = thread_id
+                table[CALL] = call
         yield taken
     finally:
         _give_back(taken)

@@ -79,7 +79,7 @@ class WeightsVersion(Lasting):
         self._tensors: list[weakref.ref[Tensor]] = []
         self._versions: list[tuple[Hashable, ...]] = []
         self._samples: list[Tensor] = []
-        self._glimpse: list[tuple[Hashable, ...]] = []
+        self._glimpse: tuple[list[int], list[int]] = ([], [])
         self._kinds: list[type] = []
         self._class_forwards: dict[type[nn.Module], Any] = {}
         self._sizes: list[int] = []
@@ -179,9 +179,11 @@ class WeightsVersion(Lasting):
         yield
         after = [own.data_ptr() for own in self._shares([own for _, own in held])]
         for (place, _), old, new in zip(held, before, after, strict=True):
-            for noted in (self._versions, self._glimpse):
-                if noted[place][1] == old:  # else another move is still to be noted
-                    noted[place] = (noted[place][0], new, *noted[place][2:])
+            # Else another move is still to be noted.
+            if (noted := self._versions[place])[1] == old:
+                self._versions[place] = (noted[0], new, *noted[2:])
+            if self._glimpse[1][place] == old:
+                self._glimpse[1][place] = new
         if before != after:
             self.num_moves += 1
 
@@ -215,8 +217,14 @@ class WeightsVersion(Lasting):
             or (bool(self._tuners) and self._active([tuner() for tuner in self._tuners]) != self.state[1])
         )
 
-    def _glance(self, tensors: list[Tensor]) -> list[tuple[Hashable, ...]]:
-        return [(0 if t.is_inference() else t._version, t.data_ptr()) for t in self._shares(tensors)]
+    def _glance(self, tensors: list[Tensor]) -> tuple[list[int], list[int]]:
+        """How often each was written to, and where it is."""
+        own = self._shares(tensors)
+        try:
+            versions = [t._version for t in own]
+        except RuntimeError:  # some don't count it
+            versions = [0 if t.is_inference() else t._version for t in own]
+        return versions, [t.data_ptr() for t in own]
 
     def _has_same_code(self, modules: list[nn.Module], attributes: list[dict[str, Any]]) -> bool:
         """Whether modules are of the classes they were of, with the same forwards; notes what they are."""

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from hf_paged.attention.backends.registry import PagedStep
-from hf_paged.attention.context import MARK, WantedTokens, current_context, with_step
+from hf_paged.attention.context import MARK, ForwardContext, WantedTokens, current_context, with_step
 from hf_paged.attention.params import AttentionParams
 from hf_paged.kernels import cpu_adapters
 from hf_paged.kernels.cpu_decoder import CPUDecoderLayer, DecoderSettings, Scratch
 from hf_paged.kernels.cpu_layers import CPULayers
 from hf_paged.kernels.layers import InputError
-from hf_paged.model.adapted_layers import added_to
+from hf_paged.model.adapted_layers import AdaptedLayer, added_to
 from hf_paged.model.fused_layers import GatedMLP, Norm, is_as_tried
 from hf_paged.model.fused_rotary import NAME, RotaryAttention
 from hf_paged.model.joined_linears import are_plain
 from hf_paged.model.linears import Linear
-from hf_paged.model.module_overrides import ModuleOverride, Survey, has_hooks, is_library_code, is_untouched
-from hf_paged.model.peft_layers import without_adapters
+from hf_paged.model.module_overrides import CALL, ModuleOverride, Survey, has_hooks, is_library_code, is_untouched
+from hf_paged.model.peft_layers import is_tuner, without_adapters
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
@@ -46,6 +46,7 @@ class Parts:
         norms: before attention, and before the MLP; of queries' and of keys' heads, if there are any.
         linears: In the order of `LINEARS`; none on a GPU, where nothing stands in for such layers.
         outer: The modules that are called: the linear layers, or PEFT's around them (not on a GPU).
+        tables: Where weights and biases are found: parameters by their names, and a name.
     """
 
     def __init__(
@@ -58,9 +59,8 @@ class Parts:
     ) -> None:
         self.attention, self.mlp, self.norms, self.linears, self.outer = attention, mlp, norms, linears, outer
         tables = [linear._parameters for linear in ([own.module for own in linears] or outer)]
-        # Where weights and biases are found.
-        self._places = [(norm.module._parameters, "weight") for norm in norms]
-        self._places += [(table, name) for table in tables for name in ("weight", "bias") if table[name] is not None]
+        self.tables = [(norm.module._parameters, "weight") for norm in norms]
+        self.tables += [(table, name) for table in tables for name in ("weight", "bias") if table[name] is not None]
 
     def are_taken(self, thread_id: int | None) -> bool:
         """Whether all are computed our way now, on this thread, and none has hooks."""
@@ -69,18 +69,49 @@ class Parts:
         are_ours &= bool(self.linears) or are_plain(self.outer)
         return are_ours and is_as_tried(mlp.module, mlp.name, mlp.activation)
 
-    def state(self) -> tuple[list[tuple[int, int]], list[object]]:
-        """Where weights and biases are, and what is to be held while they are used: another thread may move them.
 
-        Raises:
-            InputError: One is gone.
-        """
-        try:
-            tensors = [table[name] for table, name in self._places]
-            held = [tensor.untyped_storage() for tensor in tensors]
-        except (KeyError, AttributeError):
-            raise InputError("decoder layer", "the parameters that it was found with") from None
-        return [(tensor.data_ptr(), own.nbytes()) for tensor, own in zip(tensors, held, strict=True)], held
+class WeightsInUse:
+    """Where the weights of all decoder layers are, looked at once a forward.
+
+    It holds their memory until the next one, or the end of the scope: another thread may move them meanwhile.
+
+    Attributes:
+        may_add: Whether rows of this forward may have adapters.
+    """
+
+    def __init__(self) -> None:
+        self.may_add = False
+        self._layers: list[DecoderLayer] = []
+        self._tables: list[tuple[dict[str, Tensor | None], str]] = []
+        self._outer: list[dict[str, Any]] = []  # attributes of linear layers
+        self._has_tuners = False
+        self._forward: ForwardContext | None = None
+        self._held: list[object] = []
+        self._places: list[int] = []
+
+    def watch(self, layer: DecoderLayer) -> None:
+        self._layers.append(layer)
+        self._tables += layer.parts.tables
+        self._outer += [vars(module) for module in layer.parts.outer]
+        self._has_tuners |= any(map(is_tuner, layer.parts.outer))
+
+    def look(self, forward: ForwardContext) -> None:
+        """Before the first layer of a forward is computed: lets those know whose weights have moved."""
+        if forward is self._forward:
+            return
+        tensors = [table.get(name) for table, name in self._tables]
+        self._held = [None if tensor is None else tensor.untyped_storage() for tensor in tensors]
+        places = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        if places != self._places:
+            first = 0
+            for layer in self._layers:
+                layer.places = tuple(places[first : (first := first + len(layer.parts.tables))])
+            self._places = places
+        self.may_add = self._has_tuners or any(isinstance(own.get(CALL), AdaptedLayer) for own in self._outer)
+        self._forward = forward
+
+    def end(self) -> None:
+        self._forward, self._held = None, []
 
 
 def find_decoder_layer(module: Any, survey: Survey) -> DecoderLayer | None:
@@ -145,17 +176,21 @@ class DecoderLayer(ModuleOverride):
         is_whole: Whether these are all taken, as of the last look.
         is_same: Whether it computes what the layer does; `None`: not tried yet.
         params: What attention is called with, beside tensors.
+        places: The addresses of its weights in this forward.
     """
 
-    __slots__ = ("is_same", "is_whole", "params", "parts", "state", "survey")
+    __slots__ = ("_tried", "is_same", "is_whole", "params", "parts", "places", "survey", "weights")
 
     def __init__(self, module: Any, parts: Parts, survey: Survey) -> None:
         super().__init__(module)
         self.parts, self.survey = parts, survey
         self.is_whole = False
         self.is_same: bool | None = None
-        self.state: list[tuple[int, int]] = []
         self.params: AttentionParams | None = None
+        self.places: tuple[int, ...] = ()
+        self._tried: tuple[int, ...] = ()  # the addresses that it was tried with
+        self.weights = survey.shared(WeightsInUse)
+        self.weights.watch(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         mask: Any = kwargs.get("attention_mask")
@@ -167,11 +202,12 @@ class DecoderLayer(ModuleOverride):
         is_current = self.is_whole and not self.survey.has_new_hooks and context.noting is None
         if not is_current or getattr(mlp.module, mlp.name, None) is not mlp.activation:
             return self.module._call_impl(*args, **kwargs)
+        self.weights.look(context)
+        if not all(self.places):  # one is gone
+            return self.module._call_impl(*args, **kwargs)
         try:
-            state, held = self.parts.state()
-            assert held  # by this name, until the kernels are through
-            if self.params is None or state != self.state:
-                self.state = state
+            if self.params is None or self.places != self._tried:
+                self._tried = self.places
                 return self._try(step, mask, angles, *args, **kwargs)
             return self.compute_layer(step, wanted, states, angles, self.params)
         except InputError:
@@ -241,7 +277,7 @@ class CPULayer(DecoderLayer):
         is_last = self.parts.attention.module is self.survey.last
         if wanted is not None and is_last and wanted.layer == params.layer:
             return self._compute_some(step, wanted, states, angles)
-        added = added_to(self.parts.outer, states)
+        added = added_to(self.parts.outer, states) if self.weights.may_add else None
         query, key, value = self.kernels.before_attention(states, *angles, added)
         step.write(key, value, params.layer)
         return self.kernels.behind_attention(states, step.attend(query, params), added)

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_paged.kernels.availability import layer_kernels
 from hf_paged.kernels.cpu_layers import CPULayers
 from hf_paged.kernels.layers import LayerKernels
-from hf_paged.model.decoder_layers import DecoderLayer, find_decoder_layer
+from hf_paged.model.decoder_layers import DecoderLayer, WeightsInUse, find_decoder_layer
 from hf_paged.model.exact_operations import find_activation, find_exact
 from hf_paged.model.experts import find_experts
 from hf_paged.model.fused_layers import GatedMLP, NormAhead, find_gated_mlp, find_norm
@@ -119,6 +119,7 @@ class Layers:
         finally:
             survey.shared(Runs).end()
             survey.shared(NormAhead).leave(None, None)
+            survey.shared(WeightsInUse).end()
 
     def _join(self, model: nn.Module, survey: Survey) -> None:
         """Puts weights side by side of layers that get the same input, where one product can take their place."""

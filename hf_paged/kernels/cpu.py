@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -160,6 +161,9 @@ class StepCalls:
         Raises:
             InputError: Tensors of other shapes, strides, dtypes or devices, or a layer that the pool does not have.
         """
+        self._kernels.write(self._writing(key, value, layer, slot_mapping))
+
+    def _writing(self, key: Tensor, value: Tensor, layer: int, slot_mapping: Tensor) -> _Write:
         of_key = key.shape, key.stride(), key.dtype, key.device
         geometry = *of_key, value.shape, value.stride(), value.dtype, value.device
         checked, slots, arguments = self._writes
@@ -169,7 +173,25 @@ class StepCalls:
         arguments.key, arguments.value = key.data_ptr(), value.data_ptr()
         arguments.pool = self._pool + layer * self._layer_bytes
         arguments.num_threads = torch.get_num_threads()
-        self._kernels.write(arguments)
+        return arguments
+
+    def writes(
+        self, key: Tensor, value: Tensor, layers: Sequence[int], slot_mapping: Tensor
+    ) -> tuple[Any, ctypes.Array[_Write]]:
+        """What `write` does for several layers, whose keys and values come one after another into the same memory.
+
+        Returns:
+            The kernel, and its arguments for each layer.
+        """
+        made = (_Write * len(layers))(*[self._writing(key, value, layers[0], slot_mapping)] * len(layers))
+        self._place(made, layers)
+        return self._kernels.write, made
+
+    def _place(self, made: Any, layers: Sequence[int]) -> None:
+        if not 0 <= min(layers) <= max(layers) < self._num_layers:
+            raise InputError("layers", f"some of {self._num_layers}", kv_cache=self._held[0])
+        for own, layer in zip(made, layers, strict=True):
+            own.pool = self._pool + layer * self._layer_bytes
 
     def _new_write(self, key: Tensor, value: Tensor, layer: int, slot_mapping: Tensor) -> _Write:
         key_dim, value_dim = self._kernels.stored
@@ -279,7 +301,31 @@ class StepCalls:
             InputError: Tensors of other shapes, strides, dtypes or devices, or a layer that the pool does not have.
         """
         if sinks is not None:
-            sinks = sinks.detach().float().contiguous()
+            sinks = sinks.detach().float().contiguous()  # by this name, until the kernel is through
+        own = scale, sliding_window, softcap, sinks, bias
+        self._kernels.attend(self._attending(query, output, layer, rows, *own))
+
+    def attends(
+        self, query: Tensor, output: Tensor, layers: Sequence[int], rows: Rows, scale: float, *others: Any
+    ) -> tuple[Any, ctypes.Array[_Attend]]:
+        """What `attend` does for several layers, with the same settings and tensors; see `writes`."""
+        arguments = self._attending(query, output, layers[0], rows, scale, *others)
+        made = (_Attend * len(layers))(*[arguments] * len(layers))
+        self._place(made, layers)
+        return self._kernels.attend, made
+
+    def _attending(
+        self,
+        query: Tensor,
+        output: Tensor,
+        layer: int,
+        rows: Rows,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+        bias: Tensor | None,
+    ) -> _Attend:
         both = query.shape, query.stride(), query.dtype, query.device, output.shape, output.stride(), output.dtype
         geometry = *both, output.device, None if sinks is None else (sinks.shape, sinks.device)
         if bias is not None and not (
@@ -296,7 +342,7 @@ class StepCalls:
         arguments.bias, arguments.bias_width = (None, 0) if bias is None else (bias.data_ptr(), bias.shape[1])
         arguments.window, arguments.scale, arguments.softcap = sliding_window or 0, scale, softcap or 0.0
         arguments.num_threads = torch.get_num_threads()
-        self._kernels.attend(arguments)
+        return arguments
 
     def _check(self, query: Tensor, output: Tensor, layer: int, rows: Rows, sinks: Tensor | None) -> None:
         kernels, num_kv_heads = self._kernels, self._num_kv_heads

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -125,9 +125,10 @@ class CPUDecoderLayer:
     """One layer's calls, prepared: a step fills in where its rows are. Bit for bit what the kernels give one by one.
 
     Attributes:
-        before_attention: Queries, keys and values of a layer's input, see `_Heads.of`.
+        before_attention: Queries, keys and values of a layer's input, see `Heads.of`.
         queries: The same with queries alone.
         keys_and_values: The same without queries.
+        behind_attention: The layer's result, see `Behind.of`.
     """
 
     def __init__(
@@ -144,107 +145,39 @@ class CPUDecoderLayer:
             InputError: Weights of sizes that don't fit together, of other dtypes or strides.
         """
         _check(settings, linears, layers.dtype)
-        self._dtype, own = layers.dtype, settings
-        self._width = own.norms[0].weight.shape[0]
-        query_width, key_width, gate_width = (one[0].shape[0] for one in (own.query, own.key, own.gate))
-        self._dim, self._row = own.head_dim, query_width
-        # No kernel writes over what it reads: compilers don't vectorise such loops.
-        attention_widths, mlp_widths = [query_width, key_width] * 2, [gate_width] * 3
-        self._memory, places = scratch.of([self._width] * 3 + attention_widths + mlp_widths, layers.dtype)
-        normed, projected, middle, query, key, normed_query, normed_key, gate, up, gated_up = places
-        heads_at = normed, (query, normed_query), (key, normed_key)
-        self.before_attention = _Heads(layers, linears, adapters, own, *heads_at).of
-        self.queries = _Heads(layers, linears, adapters, own, *heads_at, has_keys=False).of
-        self.keys_and_values = _Heads(layers, linears, adapters, own, *heads_at, has_queries=False).of
-        norm, add, gated = (getattr(layers.compiled, f"hf_paged_{name}") for name in ("rms_norm", "add", "gate"))
-        self._second_norm = _norm(own.norms[1], normed)
-        self._second_norm.input = middle
-        self._project, _ = linears.call(0, [(*own.projection, projected)])
-        to_mlp, _ = linears.call(normed, [(*own.gate, gate), (*own.up, up)])
-        to_result, _ = linears.call(gated_up, [(*own.down, projected)])
-        linear, cubic = own.activation
-        self._gate = Gate(
-            gate=gate,
-            up=up,
-            output=gated_up,
-            dim=gate_width,
-            gate_row=gate_width,
-            up_row=gate_width,
-            linear=linear,
-            cubic=cubic,
-        )
-        self._first_add = Add(second=projected, output=middle)
-        self._second_add = Add(first=middle, second=projected)
-        product, self._adding = linears.function, _Adding(adapters)
-        behind = self._adding.behind
-        to_projected = behind(3, own.projection, 0, projected)
-        self._by_rows = [self._second_norm, self._gate, self._project, to_mlp, to_result]
-        self._behind = _Calls(
-            layers.compiled,
-            [
-                (product, self._project),
-                *to_projected,
-                (add, self._first_add),
-                (norm, self._second_norm),
-                (product, to_mlp),
-                *behind(4, own.gate, normed, gate),
-                *behind(5, own.up, normed, up),
-                (gated, self._gate),
-                (product, to_result),
-                *behind(6, own.down, gated_up, projected),
-                (add, self._second_add),
-            ],
-        )
-        self._added_projection = to_projected[0][1] if to_projected else Adapters()
-        self._shape = (0, 0)  # rows and threads that the calls behind attention are set to
-        self._checked: tuple[object, ...] = ()  # what was found right in the call before
-
-    def behind_attention(self, states: Tensor, attended: Tensor, added: Added | None = None) -> Tensor:
-        """The layer's result.
-
-        Args:
-            attended: `[tokens, heads, head_dim]`, what attention makes of the queries, contiguous.
-
-        Returns:
-            Like `states`.
-
-        Raises:
-            InputError: Tensors of other shapes, strides, dtypes or devices.
-        """
-        row, of_states = self._row, (states.shape, states.stride(), states.dtype, states.device)
-        given = *of_states, attended.shape, attended.stride(), attended.dtype, attended.device
-        if given != self._checked:
-            heads = (states.shape[1], row // self._dim, self._dim) if states.ndim == 3 else ()
-            if not (_are_states(states, self._width, self._dtype) and _is_of(attended, heads, self._dtype)):
-                raise InputError("decoder layer", "states of its width, and heads", states=states, attended=attended)
-            self._checked = given
-        self._adding.set_step(added)
-        threads = torch.get_num_threads()
-        result = torch.empty_like(states)
-        tokens, size = states.shape[1], self._dtype.itemsize
-        for first in range(0, tokens, PIECE):
-            shape = min(PIECE, tokens - first), threads
-            if shape != self._shape:
-                self._set_shape(*shape)
-            self._project.input = self._added_projection.input = attended.data_ptr() + first * row * size
-            if added is not None:
-                self._adding.set_piece(added, first)
-            self._first_add.first = states.data_ptr() + first * self._width * size
-            self._second_add.output = result.data_ptr() + first * self._width * size
-            self._behind.run()
-        return result
-
-    def _set_shape(self, rows: int, threads: int) -> None:
-        self._shape = rows, threads
-        for arguments in (*self._by_rows, self._first_add, self._second_add):
-            arguments.num_threads = threads
-        for arguments in self._by_rows:
-            arguments.rows = rows
-        self._adding.set_shape(rows, threads)
-        self._first_add.size = self._second_add.size = rows * self._width
+        self._memory, places = places_of(settings, scratch, layers.dtype)
+        given = layers, linears, adapters, settings, places
+        self.before_attention = Heads(*given).of
+        self.queries = Heads(*given, has_keys=False).of
+        self.keys_and_values = Heads(*given, has_queries=False).of
+        self.behind_attention = Behind(*given).of
 
 
-class _Heads:
+class _Places(NamedTuple):
+    """Addresses of what lies between the kernels of a layer, for `PIECE` rows. None writes over what it reads:
+    compilers don't vectorise such loops.
+    """
+
+    normed: int
+    projected: int
+    middle: int
+    query: int
+    key: int
+    normed_query: int
+    normed_key: int
+    gate: int
+    up: int
+    gated_up: int
+
+
+def places_of(own: DecoderSettings, scratch: Scratch, dtype: torch.dtype) -> tuple[Tensor, _Places]:
+    """Those of a layer, and the memory that they are in."""
+    width, query, key, gate = (one.shape[0] for one in (own.norms[0].weight, own.query[0], own.key[0], own.gate[0]))
+    memory, places = scratch.of([width] * 3 + [query, key] * 2 + [gate] * 3, dtype)
+    return memory, _Places(*places)
+
+
+class Heads:
     """The part of a layer before attention: queries, keys and values, or only some of them."""
 
     def __init__(
@@ -253,9 +186,7 @@ class _Heads:
         linears: CPULinear,
         adapters: CPUAdapters | None,
         own: DecoderSettings,
-        normed: int,
-        query_at: tuple[int, int],
-        key_at: tuple[int, int],
+        at: _Places,
         has_queries: bool = True,
         has_keys: bool = True,
     ) -> None:
@@ -264,12 +195,10 @@ class _Heads:
         Args:
             linears: Their products, and
             adapters: what is added to these.
-            normed: Where its normed input is, for `PIECE` rows, and
-            query_at: its queries before and behind their norm, and
-            key_at: its keys.
             has_queries: Whether it is queries that are wanted,
             has_keys: and keys and values.
         """
+        normed, query_at, key_at = at.normed, (at.query, at.normed_query), (at.key, at.normed_key)
         self._dtype, self._dim = layers.dtype, own.head_dim
         self._width = own.norms[0].weight.shape[0]
         widths = own.query[0].shape[0], own.key[0].shape[0]
@@ -293,10 +222,10 @@ class _Heads:
             rounds=own.rounds,
         )
         self._norms: list[tuple[RMSNorm, int]] = []  # of heads, and how many a token has
-        for one, at, heads in zip(own.head_norms or (), (query_at, key_at), self._heads, strict=False):
+        for one, (before, behind), heads in zip(own.head_norms or (), (query_at, key_at), self._heads, strict=False):
             if heads:
-                norm = _norm(one, at[1])
-                norm.input = at[0]
+                norm = _norm(one, behind)
+                norm.input = before
                 self._norms.append((norm, heads))
         self._by_rows = self._first_norm, product
         self._adding = _Adding(adapters)
@@ -306,7 +235,7 @@ class _Heads:
             added += (to_value := self._adding.behind(2, own.value, normed, 0))
         self._added_value = to_value[0][1] if has_keys and to_value else Adapters()
         norm_kernel = layers.compiled.hf_paged_rms_norm
-        self._calls = _Calls(
+        self.calls = _Calls(
             layers.compiled,
             [
                 (norm_kernel, self._first_norm),
@@ -344,38 +273,45 @@ class _Heads:
         query = states.new_empty((tokens, query_heads, self._dim))
         key = states.new_empty((tokens, key_heads, self._dim))
         value = torch.empty_like(key)
-        size, rotary = self._dtype.itemsize, self._rotary
+        size = self._dtype.itemsize
         for first in range(0, tokens, PIECE):
-            shape = min(PIECE, tokens - first), threads
-            if shape != self._shape:
-                self._set_shape(*shape)
-            self._first_norm.input = states.data_ptr() + first * self._width * size
-            if self._to_value is not None:
-                self._to_value.output = value.data_ptr() + first * key_heads * self._dim * size
-                self._added_value.output = self._to_value.output
+            self.set_shape(min(PIECE, tokens - first), threads)
             if added is not None:
                 self._adding.set_piece(added, first)
-            rotary.cos = cos.data_ptr() + first * rotary_dim * size
-            rotary.sin = sin.data_ptr() + first * rotary_dim * size
-            rotary.to_query = query.data_ptr() + first * query_heads * self._dim * size
-            rotary.to_key = key.data_ptr() + first * key_heads * self._dim * size
-            rotary.rotary_dim = rotary_dim
-            self._calls.run()
+            angle, query_row, key_row = (
+                first * each * size for each in (rotary_dim, query_heads * self._dim, key_heads * self._dim)
+            )
+            self.place(
+                states.data_ptr() + first * self._width * size,
+                (cos.data_ptr() + angle, sin.data_ptr() + angle, rotary_dim),
+                (query.data_ptr() + query_row, key.data_ptr() + key_row, value.data_ptr() + key_row),
+            )
+            self.calls.run()
         return query, key, value
+
+    def place(self, states: int, angles: tuple[int, int, int], heads: tuple[int, int, int]) -> None:
+        """Sets the addresses of a piece: its rows' states, cosines and sines, with their width, and the results'."""
+        rotary, self._first_norm.input = self._rotary, states
+        rotary.cos, rotary.sin, rotary.rotary_dim = angles
+        rotary.to_query, rotary.to_key, value = heads
+        if self._to_value is not None:
+            self._to_value.output = self._added_value.output = value
 
     def _check(self, states: Tensor, cos: Tensor, sin: Tensor) -> None:
         if not (
-            _are_states(states, self._width, self._dtype)
+            are_states(states, self._width, self._dtype)
             and len(shape := cos.shape) == 3
             and shape[:2] == states.shape[:2]
             and shape[2] <= self._dim
             and shape[2] % 2 == 0
-            and _is_of(cos, shape, self._dtype)
-            and _is_of(sin, shape, self._dtype)
+            and is_of(cos, shape, self._dtype)
+            and is_of(sin, shape, self._dtype)
         ):
             raise InputError("decoder layer", "states of its width, and cos and sin", states=states, cos=cos, sin=sin)
 
-    def _set_shape(self, rows: int, threads: int) -> None:
+    def set_shape(self, rows: int, threads: int) -> None:
+        if self._shape == (rows, threads):
+            return
         self._shape = rows, threads
         for arguments in self._by_rows:
             arguments.rows, arguments.num_threads = rows, threads
@@ -385,11 +321,113 @@ class _Heads:
         self._adding.set_shape(rows, threads)
 
 
-def _are_states(states: Tensor, width: int, dtype: torch.dtype) -> bool:
-    return states.ndim == 3 and _is_of(states, (1, states.shape[1], width), dtype)
+class Behind:
+    """The part of a layer behind attention."""
+
+    def __init__(
+        self, layers: CPULayers, linears: CPULinear, adapters: CPUAdapters | None, own: DecoderSettings, at: _Places
+    ) -> None:
+        """Prepares the calls; arguments as of `Heads`."""
+        self._dtype, self._dim = layers.dtype, own.head_dim
+        self._width, self._row, gate_width = (one.shape[0] for one in (own.norms[0].weight, own.query[0], own.gate[0]))
+        norm, add, gated = (getattr(layers.compiled, f"hf_paged_{name}") for name in ("rms_norm", "add", "gate"))
+        self._second_norm = _norm(own.norms[1], at.normed)
+        self._second_norm.input = at.middle
+        self._project, _ = linears.call(0, [(*own.projection, at.projected)])
+        to_mlp, _ = linears.call(at.normed, [(*own.gate, at.gate), (*own.up, at.up)])
+        to_result, _ = linears.call(at.gated_up, [(*own.down, at.projected)])
+        linear, cubic = own.activation
+        self._gate = Gate(
+            gate=at.gate,
+            up=at.up,
+            output=at.gated_up,
+            dim=gate_width,
+            gate_row=gate_width,
+            up_row=gate_width,
+            linear=linear,
+            cubic=cubic,
+        )
+        self._first_add = Add(second=at.projected, output=at.middle)
+        self._second_add = Add(first=at.middle, second=at.projected)
+        product, self._adding = linears.function, _Adding(adapters)
+        behind = self._adding.behind
+        to_projected = behind(3, own.projection, 0, at.projected)
+        self._by_rows = [self._second_norm, self._gate, self._project, to_mlp, to_result]
+        self.calls = _Calls(
+            layers.compiled,
+            [
+                (product, self._project),
+                *to_projected,
+                (add, self._first_add),
+                (norm, self._second_norm),
+                (product, to_mlp),
+                *behind(4, own.gate, at.normed, at.gate),
+                *behind(5, own.up, at.normed, at.up),
+                (gated, self._gate),
+                (product, to_result),
+                *behind(6, own.down, at.gated_up, at.projected),
+                (add, self._second_add),
+            ],
+        )
+        self._added_projection = to_projected[0][1] if to_projected else Adapters()
+        self._shape = (0, 0)  # rows and threads that the calls are set to
+        self._checked: tuple[object, ...] = ()  # what was found right in the call before
+
+    def of(self, states: Tensor, attended: Tensor, added: Added | None = None) -> Tensor:
+        """The layer's result.
+
+        Args:
+            attended: `[tokens, heads, head_dim]`, what attention makes of the queries, contiguous.
+
+        Returns:
+            Like `states`.
+
+        Raises:
+            InputError: Tensors of other shapes, strides, dtypes or devices.
+        """
+        row, of_states = self._row, (states.shape, states.stride(), states.dtype, states.device)
+        given = *of_states, attended.shape, attended.stride(), attended.dtype, attended.device
+        if given != self._checked:
+            heads = (states.shape[1], row // self._dim, self._dim) if states.ndim == 3 else ()
+            if not (are_states(states, self._width, self._dtype) and is_of(attended, heads, self._dtype)):
+                raise InputError("decoder layer", "states of its width, and heads", states=states, attended=attended)
+            self._checked = given
+        self._adding.set_step(added)
+        threads = torch.get_num_threads()
+        result = torch.empty_like(states)
+        tokens, size = states.shape[1], self._dtype.itemsize
+        for first in range(0, tokens, PIECE):
+            self.set_shape(min(PIECE, tokens - first), threads)
+            if added is not None:
+                self._adding.set_piece(added, first)
+            row_at = first * self._width * size
+            attended_at = attended.data_ptr() + first * row * size
+            self.place(states.data_ptr() + row_at, attended_at, result.data_ptr() + row_at)
+            self.calls.run()
+        return result
+
+    def place(self, states: int, attended: int, result: int) -> None:
+        """Sets the addresses of a piece: its rows' states, what attention makes of them, and the result's."""
+        self._project.input = self._added_projection.input = attended
+        self._first_add.first, self._second_add.output = states, result
+
+    def set_shape(self, rows: int, threads: int) -> None:
+        if self._shape == (rows, threads):
+            return
+        self._shape = rows, threads
+        for arguments in (*self._by_rows, self._first_add, self._second_add):
+            arguments.num_threads = threads
+        for arguments in self._by_rows:
+            arguments.rows = rows
+        self._adding.set_shape(rows, threads)
+        self._first_add.size = self._second_add.size = rows * self._width
 
 
-def _is_of(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> bool:
+def are_states(states: Tensor, width: int, dtype: torch.dtype) -> bool:
+    return states.ndim == 3 and is_of(states, (1, states.shape[1], width), dtype)
+
+
+def is_of(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> bool:
     return tensor.shape == tuple(shape) and tensor.dtype is dtype and tensor.is_cpu and tensor.is_contiguous()
 
 
@@ -427,14 +465,23 @@ class _Call(ctypes.Structure):
 
 
 class _Calls:
-    """Kernels that run one after another, without Python in between."""
+    """Kernels that run one after another, without Python in between.
+
+    Attributes:
+        addresses: Of each kernel, and of its arguments.
+        run: Runs them.
+    """
 
     def __init__(self, compiled: ctypes.CDLL, calls: Sequence[tuple[Any, ctypes.Structure]]) -> None:
         function = compiled.hf_paged_run
         function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_int64], None
         self._held = [arguments for _, arguments in calls]
-        self._calls = (_Call * len(calls))()
-        for call, (kernel, arguments) in zip(self._calls, calls, strict=True):
-            call.kernel = ctypes.cast(kernel, ctypes.c_void_p).value
-            call.arguments = ctypes.addressof(arguments)
+        self.addresses = [(address_of(kernel), ctypes.addressof(arguments)) for kernel, arguments in calls]
+        self._calls = (_Call * len(calls))(*(_Call(*own) for own in self.addresses))
         self.run: Callable[[], None] = partial(function, ctypes.addressof(self._calls), len(calls))
+
+
+def address_of(kernel: Any) -> int:
+    address = ctypes.cast(kernel, ctypes.c_void_p).value
+    assert address is not None
+    return address

@@ -17,11 +17,13 @@ from hf_paged.attention.params import AttentionParams
 from hf_paged.kernels import cpu_adapters
 from hf_paged.kernels.cpu_decoder import CPUDecoderLayer, DecoderSettings, Scratch
 from hf_paged.kernels.cpu_layers import CPULayers
+from hf_paged.kernels.cpu_stack import CPUDecoderStack
 from hf_paged.kernels.layers import InputError
 from hf_paged.model.adapted_layers import AdaptedLayer, added_to
 from hf_paged.model.fused_layers import GatedMLP, Norm, is_as_tried
 from hf_paged.model.fused_rotary import NAME, RotaryAttention
 from hf_paged.model.joined_linears import are_plain
+from hf_paged.model.layer_stacks import Ahead, LayerStacks
 from hf_paged.model.linears import Linear
 from hf_paged.model.module_overrides import CALL, ModuleOverride, Survey, has_hooks, is_library_code, is_untouched
 from hf_paged.model.peft_layers import is_tuner, without_adapters
@@ -77,10 +79,12 @@ class WeightsInUse:
 
     Attributes:
         may_add: Whether rows of this forward may have adapters.
+        num_moves: How often weights had moved.
     """
 
     def __init__(self) -> None:
         self.may_add = False
+        self.num_moves = 0
         self._layers: list[DecoderLayer] = []
         self._tables: list[tuple[dict[str, Tensor | None], str]] = []
         self._outer: list[dict[str, Any]] = []  # attributes of linear layers
@@ -107,6 +111,7 @@ class WeightsInUse:
             for layer in self._layers:
                 layer.places = tuple(places[first : (first := first + len(layer.parts.tables))])
             self._places = places
+            self.num_moves += 1
         self.may_add = self._has_tuners or any(isinstance(own.get(CALL), AdaptedLayer) for own in self._outer)
         self._forward = forward
 
@@ -258,11 +263,13 @@ class DecoderLayer(ModuleOverride):
 class CPULayer(DecoderLayer):
     """Computed in C."""
 
-    __slots__ = ("kernels",)
+    __slots__ = ("_stacks", "ahead", "kernels")
 
     def __init__(self, module: Any, parts: Parts, survey: Survey) -> None:
         super().__init__(module, parts, survey)
         self.kernels: CPUDecoderLayer | None = None
+        self.ahead: Ahead | None = None
+        self._stacks = survey.shared(LayerStacks)
 
     def compute_layer(
         self,
@@ -277,10 +284,25 @@ class CPULayer(DecoderLayer):
         is_last = self.parts.attention.module is self.survey.last
         if wanted is not None and is_last and wanted.layer == params.layer:
             return self._compute_some(step, wanted, states, angles)
+        stacks = None if self.weights.may_add or wanted is not None else self._stacks
+        if stacks is not None and (result := stacks.take(self, step, states, angles)) is not None:
+            return result
         added = added_to(self.parts.outer, states) if self.weights.may_add else None
         query, key, value = self.kernels.before_attention(states, *angles, added)
         step.write(key, value, params.layer)
-        return self.kernels.behind_attention(states, step.attend(query, params), added)
+        result = self.kernels.behind_attention(states, step.attend(query, params), added)
+        if stacks is not None:
+            stacks.note(self, step, states, angles, result)
+        return result
+
+    @staticmethod
+    def stack(layers: Sequence[CPULayer]) -> CPUDecoderStack:
+        """Raises `InputError` if they differ in shape."""
+        parts, survey = layers[0].parts, layers[0].survey
+        kernels = parts.mlp.kernels
+        assert isinstance(kernels, CPULayers)
+        settings = [_settings(one.parts) for one in layers]
+        return CPUDecoderStack(kernels, parts.linears[0].kernel, settings, survey.shared(Scratch))
 
     def _compute_some(
         self, step: PagedStep, wanted: WantedTokens, states: Tensor, angles: tuple[Tensor, Tensor]

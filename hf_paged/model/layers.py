@@ -22,6 +22,7 @@ from hf_paged.model.fused_layers import GatedMLP, NormAhead, find_gated_mlp, fin
 from hf_paged.model.fused_rotary import find_rotary
 from hf_paged.model.gpu_layers import GPULayer, find_gpu_layer, note_stacks
 from hf_paged.model.joined_linears import ATTENTION, MLP, are_plain, join, part
+from hf_paged.model.layer_stacks import LayerStacks
 from hf_paged.model.linears import Runs, find_linear
 from hf_paged.model.module_overrides import ChangedForward, ModuleOverride, Survey, not_overriding, overriding
 from hf_paged.model.peft_layers import shared_modules
@@ -120,6 +121,7 @@ class Layers:
             survey.shared(Runs).end()
             survey.shared(NormAhead).leave(None, None)
             survey.shared(WeightsInUse).end()
+            survey.shared(LayerStacks).end()
 
     def _join(self, model: nn.Module, survey: Survey) -> None:
         """Puts weights side by side of layers that get the same input, where one product can take their place."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -19,8 +19,9 @@ from hf_paged import PagedCache
 from hf_paged.attention.context import WantedTokens
 from hf_paged.kernels import cpu_decoder, cpu_layers, cpu_linear
 from hf_paged.kernels.cpu_decoder import PIECE, CPUDecoderLayer, DecoderSettings, Scratch
+from hf_paged.kernels.cpu_stack import CPUDecoderStack
 from hf_paged.kernels.layers import InputError, NormWeight
-from hf_paged.model import layers
+from hf_paged.model import layer_stacks, layers
 from hf_paged.model.decoder_layers import CPULayer, DecoderLayer, _calculates, _code, find_decoder_layer
 from hf_paged.model.layers import KINDS
 
@@ -35,13 +36,19 @@ OTHERS = ("granite", "gemma2", "phi3", "olmo2", "stablelm", "mixtral", "starcode
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Each layer computed in C adds its tokens to the list."""
     numbers: list[int] = []
-    own = CPUDecoderLayer.behind_attention
+    one, several = cpu_decoder.Behind.of, CPUDecoderStack.compute
 
-    def counting(self: CPUDecoderLayer, states: Tensor, *others: Any) -> Tensor:
+    def alone(self: cpu_decoder.Behind, states: Tensor, *others: Any) -> Tensor:
         numbers.append(states.shape[1])
-        return own(self, states, *others)
+        return one(self, states, *others)
 
-    monkeypatch.setattr(CPUDecoderLayer, "behind_attention", counting)
+    def together(self: CPUDecoderStack, states: Tensor, *others: Any) -> Sequence[Tensor]:
+        results = several(self, states, *others)
+        numbers.extend([states.shape[1]] * len(results))
+        return results
+
+    monkeypatch.setattr(cpu_decoder.Behind, "of", alone)
+    monkeypatch.setattr(CPUDecoderStack, "compute", together)
     return numbers
 
 
@@ -92,6 +99,7 @@ def test_bits(name: str, dtype: torch.dtype, calls: list[int], monkeypatch: pyte
     if isinstance(cpu_linear.load(dtype), str):
         pytest.skip(f"the kernel {cpu_linear.load(dtype)}")
     monkeypatch.setattr(cpu_decoder, "PIECE", 4)
+    monkeypatch.setattr(layer_stacks, "MOST", 4)  # no more than a piece
     model = patched(name, dtype)
     model.generate(IDS, **GREEDY)
     calls.clear()
@@ -144,13 +152,13 @@ def test_hidden_states_that_were_asked_for(calls: list[int]) -> None:
 
 def test_a_layer_that_computes_something_else(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Is found out in its first step, which its own forward computes."""
-    own = cpu_decoder._Heads.of
+    own = cpu_decoder.Heads.of
 
     def before(self: Any, *args: Tensor) -> tuple[Tensor, ...]:
         query, key, value = own(self, *args)
         return query, key + 1e-3, value
 
-    monkeypatch.setattr(cpu_decoder._Heads, "of", before)
+    monkeypatch.setattr(cpu_decoder.Heads, "of", before)
     stock, model = build("llama"), patched("llama")
     assert torch.equal(model.generate(IDS, **GREEDY), stock.generate(IDS, **GREEDY))
     assert [layer.is_same for layer in layers_of(model)] == [False] * len(layers_of(model)) != []

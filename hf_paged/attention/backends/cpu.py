@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from hf_paged.attention.backends.torch import TorchBackend, TorchStep
 from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.attention.params import AttentionParams
 from hf_paged.kernels import cpu
+from hf_paged.kernels.cpu_stack import AttentionCalls
 from hf_paged.kernels.layers import InputError, plainly
 from hf_paged.kernels.scaled_rows import head_dim_of
 
@@ -60,6 +63,32 @@ class CPUStep(TorchStep):
         except InputError:
             super().write(key, value, layer)
 
+    def takes_together(self, params: AttentionParams, other: AttentionParams) -> bool:
+        """Whether `calls` takes a layer with these settings, and another one with those."""
+        settings = [
+            (own.scale, own.sliding_window, own.softcap, own.sinks, own.maps, own.bias) for own in (params, other)
+        ]
+        return settings[0] == settings[1] and settings[0][3:] == (None, None, None)
+
+    def calls(
+        self, params: Sequence[AttentionParams], query: Tensor, key: Tensor, value: Tensor, output: Tensor
+    ) -> AttentionCalls:
+        """What `write` and `attend` do for several layers that it `takes_together`, all over the same tensors.
+
+        Raises:
+            InputError: Tensors that the kernels don't take, or rows.
+        """
+        first, layers = params[0], [own.layer for own in params]
+        if torch.is_autocast_enabled("cpu") or not (self._takes_prompts or self._metadata.num_decodes == len(query)):
+            raise InputError("layers", "rows that all are the kernels'", query=query)
+        own = first.scale, first.sliding_window, first.softcap, None, None
+        with plainly():
+            attends = [
+                self._calls.attends(query, output, layers, each, *own)
+                for each in self._taken(self._metadata, query.shape[1])
+            ]
+            return [self._calls.writes(key, value, layers, self._metadata.slot_mapping), *attends]
+
     def attend(self, query: Tensor, params: AttentionParams) -> Tensor:
         if params.maps is not None:
             return super().attend(query, params)
@@ -78,10 +107,7 @@ class CPUStep(TorchStep):
         width = query.shape[2] if params.maps is None else params.maps.latent_dim
         output = query.new_empty(*query.shape[:2], width)
         try:
-            key = metadata, query.shape[1]
-            rows = self._rows.get(key)
-            if rows is None:
-                rows = self._rows[key] = self._make_rows(metadata, query.shape[1])
+            rows = self._taken(metadata, query.shape[1])
             own = params.scale, params.sliding_window, params.softcap, params.sinks, params.bias
             with plainly():
                 for each in rows:
@@ -89,6 +115,13 @@ class CPUStep(TorchStep):
         except InputError:
             return None
         return output
+
+    def _taken(self, metadata: AttentionMetadata, num_heads: int) -> list[cpu.Rows]:
+        key = metadata, num_heads
+        rows = self._rows.get(key)
+        if rows is None:
+            rows = self._rows[key] = self._make_rows(metadata, num_heads)
+        return rows
 
     def _make_rows(self, metadata: AttentionMetadata, num_heads: int) -> list[cpu.Rows]:
         """For layers of so many query heads: sequences that share blocks, if there are any, and all others."""

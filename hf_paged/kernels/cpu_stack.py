@@ -1,0 +1,122 @@
+"""`CPUDecoderStack`: decoder layers one behind the other, with their attention, in one call from Python."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_paged.kernels.cpu_decoder import (
+    Behind,
+    DecoderSettings,
+    Heads,
+    Scratch,
+    address_of,
+    are_states,
+    is_of,
+    places_of,
+)
+from hf_paged.kernels.cpu_layers import CPULayers
+from hf_paged.kernels.cpu_linear import CPULinear
+from hf_paged.kernels.layers import InputError
+
+MOST = 64  # rows: more of them take so long that Python between two layers costs nothing beside
+
+# Kernels that all layers call between their two parts, and the arguments of each, an array with one of each layer.
+AttentionCalls: TypeAlias = Sequence[tuple[Any, ctypes.Array[Any]]]
+# Makes them for queries, keys, values and the result, `[rows, heads, head_dim]` each, the same of all layers.
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], AttentionCalls]
+
+
+class CPUDecoderStack:
+    """Bit for bit what `CPUDecoderLayer` gives, layer by layer, for at most `MOST` rows without adapters."""
+
+    def __init__(
+        self, layers: CPULayers, linears: CPULinear, settings: Sequence[DecoderSettings], scratch: Scratch
+    ) -> None:
+        """Prepares the calls; weights are those that a `CPUDecoderLayer` was made of, held by their addresses alone.
+
+        Raises:
+            InputError: They differ in shape.
+        """
+        first = settings[0]
+        self._run, self._dtype, self._width = layers.compiled.hf_paged_run, layers.dtype, first.norms[0].weight.shape[0]
+        if any(own.head_dim != first.head_dim or _widths(own) != _widths(first) for own in settings):
+            raise InputError("decoder layers", "layers of one shape")
+        self._memory, places = places_of(first, scratch, layers.dtype)
+        heads, key_heads = (one[0].shape[0] // first.head_dim for one in (first.query, first.key))
+        # Apart from the scratch: of the layers between two of which nothing else is computed.
+        self._query, self._key, self._value, self._attended = (
+            torch.empty(MOST, number, first.head_dim, dtype=layers.dtype, device="cpu")
+            for number in (heads, key_heads, key_heads, heads)
+        )
+        given = [(layers, linears, None, own, places) for own in settings]
+        self._layers = [(Heads(*own), Behind(*own)) for own in given]
+        self._calls: dict[int, np.ndarray] = {}  # `[layers, calls, 2]` int64, by the number of attention's kernels
+
+    def compute(self, states: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, ...]:
+        """The result of each layer; these count together how often they are written to.
+
+        Args:
+            states: `[1, rows, width]`, the first one's input, contiguous.
+            cos: `[1, rows, rotary_dim]`, contiguous.
+            sin: Like `cos`.
+
+        Raises:
+            InputError: Tensors of other shapes, strides, dtypes or devices.
+        """
+        rows, dim = states.shape[1], cos.shape[-1]
+        if not (
+            are_states(states, self._width, self._dtype)
+            and rows <= MOST
+            and all(is_of(own, (1, rows, dim), self._dtype) for own in (cos, sin))
+            and dim <= self._query.shape[2]
+            and dim % 2 == 0
+        ):
+            raise InputError(
+                "decoder layers", "states of their width, and cos and sin", states=states, cos=cos, sin=sin
+            )
+        query, key, value, attended = (own[:rows] for own in (self._query, self._key, self._value, self._attended))
+        attention = attend(query, key, value, attended)
+        with torch.inference_mode(False):  # in which tensors don't count how often they are written to
+            result = torch.empty((len(self._layers), *states.shape), dtype=self._dtype, device="cpu")
+            results = result.unbind()
+        angles, places = (cos.data_ptr(), sin.data_ptr(), dim), (query.data_ptr(), key.data_ptr(), value.data_ptr())
+        threads, size, attended_at = torch.get_num_threads(), states.nbytes, attended.data_ptr()
+        before, behind = states.data_ptr(), result.data_ptr()
+        for first, second in self._layers:
+            first.set_shape(rows, threads)
+            first.place(before, angles, places)
+            second.set_shape(rows, threads)
+            second.place(before, attended_at, behind)
+            before, behind = behind, behind + size
+        calls = self._calls_with(attention)
+        self._run(calls.ctypes.data, calls.size // 2)
+        return results
+
+    def _calls_with(self, attention: AttentionCalls) -> np.ndarray:
+        number, num_layers = len(attention), len(self._layers)
+        calls = self._calls.get(number)
+        place = len(self._layers[0][0].calls.addresses)
+        if calls is None:
+            calls = np.array(
+                [
+                    [*first.calls.addresses, *[(0, 0)] * number, *second.calls.addresses]
+                    for first, second in self._layers
+                ]
+            )
+            self._calls[number] = calls
+        for index, (kernel, arguments) in enumerate(attention):
+            own = calls[:, place + index]
+            own[:, 0] = address_of(kernel)
+            start, stride = ctypes.addressof(arguments), ctypes.sizeof(arguments._type_)
+            own[:, 1] = start + stride * np.arange(num_layers)
+        return calls
+
+
+def _widths(own: DecoderSettings) -> list[torch.Size]:
+    return [one[0].shape for one in (own.query, own.key, own.gate)]

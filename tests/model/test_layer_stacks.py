@@ -1,0 +1,148 @@
+"""Decoder layers that one call takes few rows through: the same bits, and only where nothing is between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hf_paged
+from helpers.models import build, random_ids
+from hf_paged.attention.backends.cpu import CPUStep
+from hf_paged.kernels import cpu_linear
+from hf_paged.kernels.cpu_stack import CPUDecoderStack
+from hf_paged.model import layer_stacks
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+IDS = random_ids(2, 11)
+LAYERS = 4
+
+
+@pytest.fixture(autouse=True)
+def stacks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Rows of each call, and its layers."""
+    found: list[tuple[int, int]] = []
+    own = CPUDecoderStack.compute
+
+    def compute(self: CPUDecoderStack, states: Tensor, *others: Any) -> Sequence[Tensor]:
+        results = own(self, states, *others)
+        found.append((states.shape[1], len(results)))
+        return results
+
+    monkeypatch.setattr(CPUDecoderStack, "compute", compute)
+    return found
+
+
+def built(name: str = "llama", dtype: torch.dtype = torch.float32) -> Any:
+    return build(name, layers=LAYERS, dtype=dtype)
+
+
+def patched(name: str = "llama", dtype: torch.dtype = torch.float32) -> Any:
+    return hf_paged.patch(built(name, dtype), num_blocks=128, max_num_seqs=16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma"])
+def test_bits(name: str, dtype: torch.dtype, stacks: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As layer by layer, also where rows share what they begin with, and where a prompt comes in between."""
+    if isinstance(cpu_linear.load(dtype), str):
+        pytest.skip(f"the kernel {cpu_linear.load(dtype)}")
+    own, numbers = CPUStep.calls, set()
+
+    def calls(self: CPUStep, *args: Any) -> Any:
+        found = own(self, *args)
+        numbers.add(len(found))
+        return found
+
+    monkeypatch.setattr(CPUStep, "calls", calls)
+    ids = torch.cat([random_ids(1, 140).expand(14, -1), random_ids(14, 3)], dim=1)
+    found = []
+    for most in (layer_stacks.MOST, 0):
+        monkeypatch.setattr(layer_stacks, "MOST", most)
+        model = patched(name, dtype)
+        engine = model.paged
+        model.generate(ids[:1], **GREEDY)  # what all begin with
+        engine.pause()
+        requests = [engine.submit(row, **GREEDY, logprobs=2) for row in ids]
+        for _ in range(4):
+            engine.step()
+        stacks.clear()
+        requests.append(engine.submit(IDS[0], **GREEDY, logprobs=2))
+        engine.resume()
+        found.append([(own.token_ids, own.logprobs) for own in (request.result(60) for request in requests)])
+        assert {number for _, number in stacks} == ({LAYERS} if most else set())
+        assert not most or {14 + 11, 14 + 1} <= {rows for rows, _ in stacks}
+        engine.check_invariants()
+    assert numbers == {2, 3}, "keys are written, and all is attended to by one kernel, or what is shared by another"
+    assert found[0] == found[1]
+
+
+class Between(nn.ModuleList):
+    """Layers with a user's code before the third."""
+
+    def __init__(self, layers: nn.ModuleList, code: Callable[..., Tensor]) -> None:
+        super().__init__(layers)
+        self.code = code
+
+    def __getitem__(self, index: Any) -> Any:
+        first, second, third, *others = self._modules.values()
+        return [first, second, lambda states, **kwargs: self.code(third, states, **kwargs), *others]
+
+
+def nothing(layer: Any, states: Tensor, **kwargs: Any) -> Tensor:
+    return layer(states, **kwargs)  # type: ignore[no-any-return]
+
+
+def in_place(layer: Any, states: Tensor, **kwargs: Any) -> Tensor:
+    return layer(states.mul_(-1.5), **kwargs)  # type: ignore[no-any-return]
+
+
+def elsewhere(layer: Any, states: Tensor, **kwargs: Any) -> Tensor:
+    return layer(states * -1.5, **kwargs)  # type: ignore[no-any-return]
+
+
+def behind(layer: Any, states: Tensor, **kwargs: Any) -> Tensor:
+    return layer(states, **kwargs).mul_(-1.5)  # type: ignore[no-any-return]
+
+
+def other_angles(layer: Any, states: Tensor, **kwargs: Any) -> Tensor:
+    cos, sin = kwargs.pop("position_embeddings")
+    return layer(states, position_embeddings=(cos, -sin), **kwargs)  # type: ignore[no-any-return]
+
+
+def skipped(layer: Any, states: Tensor, **kwargs: Any) -> Tensor:
+    return states
+
+
+@pytest.mark.parametrize("code", [nothing, in_place, elsewhere, behind, other_angles, skipped])
+@pytest.mark.parametrize("first", [nothing, in_place])
+def test_code_between_layers(first: Any, code: Any, stacks: list[tuple[int, int]]) -> None:
+    """Which does something else once it has been watched, and the first thing again in the end."""
+    stock, model = built(), patched()
+    for one in (stock, model):
+        one.model.layers = Between(one.model.layers, first)
+    for now in (first, first, code, code, first):
+        for one in (stock, model):
+            one.model.layers.code = now
+        model.paged.reset_prefix_cache()
+        stacks.clear()
+        assert torch.equal(model.generate(IDS, **GREEDY), stock.generate(IDS, **GREEDY))
+    whole = [LAYERS] if first is nothing else [2, 2]
+    assert [number for _, number in stacks[-len(whole) :]] == whole
+
+
+def test_layers_of_several_shapes(stacks: list[tuple[int, int]]) -> None:
+    """Are taken one by one where they differ."""
+    models = built(), built()
+    for one in models:
+        mlp = one.model.layers[1].mlp
+        for name, shape in (("gate_proj", (112, 64)), ("up_proj", (112, 64)), ("down_proj", (64, 112))):
+            torch.manual_seed(len(name))
+            setattr(mlp, name, nn.Linear(*reversed(shape), bias=False))
+    stock, model = models[0], hf_paged.patch(models[1], num_blocks=64)
+    for _ in range(2):
+        assert torch.equal(model.generate(IDS, **GREEDY), stock.generate(IDS, **GREEDY))
+    assert not stacks

@@ -86,13 +86,12 @@ class CPUDecoderStack:
             result = torch.empty((len(self._layers), *states.shape), dtype=self._dtype, device="cpu")
             results = result.unbind()
         angles, places = (cos.data_ptr(), sin.data_ptr(), dim), (query.data_ptr(), key.data_ptr(), value.data_ptr())
-        threads, size, attended_at = torch.get_num_threads(), states.nbytes, attended.data_ptr()
-        before, behind = states.data_ptr(), result.data_ptr()
+        threads, size, before, behind = torch.get_num_threads(), states.nbytes, states.data_ptr(), results[0].data_ptr()
         for first, second in self._layers:
             first.set_shape(rows, threads)
             first.place(before, angles, places)
             second.set_shape(rows, threads)
-            second.place(before, attended_at, behind)
+            second.place(before, attended.data_ptr(), behind)
             before, behind = behind, behind + size
         calls = self._calls_with(attention)
         self._run(calls.ctypes.data, calls.size // 2)

@@ -142,9 +142,11 @@ def test_threads_and_small_pools(make_pair: MakePair, name: str, settings: dict[
         for index, text in enumerate(texts(16))
     ]
     expected = [pair.stock.generate(**call) for call in calls]
-    pair.engine.pause()  # they begin together
-    futures = [in_background(pair.paged.generate, **call) for call in calls]
-    eventually(lambda: pair.engine.num_waiting == len(calls), "they don't queue")
+    pair.engine.pause()  # they begin together, in this order: another may need no preemption
+    futures = []
+    for call in calls:
+        futures.append(in_background(pair.paged.generate, **call))
+        eventually(lambda: pair.engine.num_waiting == len(futures), "they don't queue")
     pair.engine.resume()
     assert_same(expected, [future.result(PATIENCE) for future in futures])
     stats = pair.engine.stats()

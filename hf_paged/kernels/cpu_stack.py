@@ -33,7 +33,11 @@ Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], AttentionCalls]
 
 
 class CPUDecoderStack:
-    """Bit for bit what `CPUDecoderLayer` gives, layer by layer, for at most `MOST` rows without adapters."""
+    """Bit for bit what `CPUDecoderLayer` gives, layer by layer, for at most `MOST` rows without adapters.
+
+    Attributes:
+        buffers: Of queries, keys, values and what attention makes of them, `[MOST, heads, head_dim]` each.
+    """
 
     def __init__(
         self, layers: CPULayers, linears: CPULinear, settings: Sequence[DecoderSettings], scratch: Scratch
@@ -50,10 +54,10 @@ class CPUDecoderStack:
         self._memory, places = places_of(first, scratch, layers.dtype)
         heads, key_heads = (one[0].shape[0] // first.head_dim for one in (first.query, first.key))
         # Apart from the scratch: of the layers between two of which nothing else is computed.
-        self._query, self._key, self._value, self._attended = (
+        self.buffers = [
             torch.empty(MOST, number, first.head_dim, dtype=layers.dtype, device="cpu")
             for number in (heads, key_heads, key_heads, heads)
-        )
+        ]
         given = [(layers, linears, None, own, places) for own in settings]
         self._layers = [(Heads(*own), Behind(*own)) for own in given]
         self._calls: dict[int, np.ndarray] = {}  # `[layers, calls, 2]` int64, by the number of attention's kernels
@@ -74,13 +78,13 @@ class CPUDecoderStack:
             are_states(states, self._width, self._dtype)
             and rows <= MOST
             and all(is_of(own, (1, rows, dim), self._dtype) for own in (cos, sin))
-            and dim <= self._query.shape[2]
+            and dim <= self.buffers[0].shape[2]
             and dim % 2 == 0
         ):
             raise InputError(
                 "decoder layers", "states of their width, and cos and sin", states=states, cos=cos, sin=sin
             )
-        query, key, value, attended = (own[:rows] for own in (self._query, self._key, self._value, self._attended))
+        query, key, value, attended = (own[:rows] for own in self.buffers)
         attention = attend(query, key, value, attended)
         with torch.inference_mode(False):  # in which tensors don't count how often they are written to
             result = torch.empty((len(self._layers), *states.shape), dtype=self._dtype, device="cpu")

@@ -45,6 +45,11 @@ class LayerStacks:
         self._noted: list[list[CPULayer]] = []
         self._last: tuple[Ahead, Tensor] | None = None  # what was noted last, and a copy of the result
 
+    @property
+    def buffers(self) -> list[Tensor]:
+        """What is held for queries, keys and values of few rows."""
+        return [buffer for _, kernels in (self._stacks or {}).values() for buffer in kernels.buffers]
+
     def forget(self) -> None:
         """Lets the next forward be watched."""
         self._stacks, self._noted, self._last = None, [], None

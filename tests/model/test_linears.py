@@ -34,6 +34,7 @@ from hf_paged.kernels.cpu_decoder import Scratch
 from hf_paged.kernels.cpu_linear import CPULinear
 from hf_paged.model import layers, linears
 from hf_paged.model.decoder_layers import DecoderLayer, find_decoder_layer
+from hf_paged.model.layer_stacks import LayerStacks
 from hf_paged.model.layers import KINDS, Layers
 from hf_paged.model.linears import Linear, Runs
 from hf_paged.model.module_overrides import ModuleOverride
@@ -551,7 +552,8 @@ def test_a_model_takes_no_more_memory_than_stock_and_its_pool(name: str, monkeyp
         model.generate(IDS, **GREEDY)
     core = model.paged.core
     others = [core.kv_cache.tensor]
-    others += [one.survey.shared(Scratch)._memory for one in core.layers.found if isinstance(one, DecoderLayer)][:1]
+    for survey in [one.survey for one in core.layers.found if isinstance(one, DecoderLayer)][:1]:
+        others += [survey.shared(Scratch)._memory, *survey.shared(LayerStacks).buffers]
     others += core.weights_version._samples
     num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in others)
     assert bytes_held() - before - num_bytes < 1.01 * size + 2**16

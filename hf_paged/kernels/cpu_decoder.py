@@ -144,7 +144,7 @@ class CPUDecoderLayer:
         Raises:
             InputError: Weights of sizes that don't fit together, of other dtypes or strides.
         """
-        _check(settings, linears, layers.dtype)
+        check(settings, linears, layers.dtype)
         self._memory, places = places_of(settings, scratch, layers.dtype)
         given = layers, linears, adapters, settings, places
         self.before_attention = Heads(*given).of
@@ -312,13 +312,14 @@ class Heads:
     def set_shape(self, rows: int, threads: int) -> None:
         if self._shape == (rows, threads):
             return
-        self._shape = rows, threads
+        self._shape = (0, 0)  # until all is set
         for arguments in self._by_rows:
             arguments.rows, arguments.num_threads = rows, threads
         for norm, heads in self._norms:
             norm.rows, norm.num_threads = rows * heads, threads
         self._rotary.tokens, self._rotary.num_threads = rows, threads
         self._adding.set_shape(rows, threads)
+        self._shape = rows, threads
 
 
 class Behind:
@@ -414,13 +415,14 @@ class Behind:
     def set_shape(self, rows: int, threads: int) -> None:
         if self._shape == (rows, threads):
             return
-        self._shape = rows, threads
+        self._shape = (0, 0)  # until all is set
         for arguments in (*self._by_rows, self._first_add, self._second_add):
             arguments.num_threads = threads
         for arguments in self._by_rows:
             arguments.rows = rows
         self._adding.set_shape(rows, threads)
         self._first_add.size = self._second_add.size = rows * self._width
+        self._shape = rows, threads
 
 
 def are_states(states: Tensor, width: int, dtype: torch.dtype) -> bool:
@@ -431,7 +433,7 @@ def is_of(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> bool:
     return tensor.shape == tuple(shape) and tensor.dtype is dtype and tensor.is_cpu and tensor.is_contiguous()
 
 
-def _check(own: DecoderSettings, linears: CPULinear, dtype: torch.dtype) -> None:
+def check(own: DecoderSettings, linears: CPULinear, dtype: torch.dtype) -> None:
     width, dim = own.norms[0].weight.shape[0], own.head_dim
     heads, keys, mlp = own.query[0].shape[0], own.key[0].shape[0], own.gate[0].shape[0]
     weights = [

@@ -42,12 +42,14 @@ class ForwardContext:
         wanted: The tokens whose logits are wanted, where they are few and nothing but those can be seen behind the
             last layer.
         noting: Where layers share attention modules, the cache, which knows the layer that such a module computes.
+        is_plain: Whether nothing but known code runs in it.
     """
 
     step: PagedStep
     sentinel: Tensor
     wanted: WantedTokens | None = None
     noting: LayerNotingCache | None = None
+    is_plain: bool = False
 
 
 _CURRENT: ContextVar[ForwardContext | EncoderRows | None] = ContextVar("hf_paged_forward", default=None)
@@ -73,6 +75,7 @@ def forward_context(
     is_moved: bool = False,
     wanted: WantedTokens | None = None,
     noting: LayerNotingCache | None = None,
+    is_plain: bool = False,
 ) -> Iterator[Tensor]:
     """Within it, attention called with the mask that it yields runs over this step; on this thread only.
 
@@ -87,7 +90,7 @@ def forward_context(
     if is_moved:
         sentinel = sentinel.as_subclass(_Staying)
     setattr(sentinel, MARK, True)
-    token = _CURRENT.set(ForwardContext(step, sentinel, wanted, noting))
+    token = _CURRENT.set(ForwardContext(step, sentinel, wanted, noting, is_plain))
     try:
         yield sentinel
     finally:

@@ -17,6 +17,7 @@ from hf_paged.kernels.cpu_decoder import (
     Scratch,
     address_of,
     are_states,
+    check,
     is_of,
     places_of,
 )
@@ -45,10 +46,12 @@ class CPUDecoderStack:
         """Prepares the calls; weights are those that a `CPUDecoderLayer` was made of, held by their addresses alone.
 
         Raises:
-            InputError: They differ in shape.
+            InputError: They differ in shape; or as of `CPUDecoderLayer`.
         """
         first = settings[0]
         self._run, self._dtype, self._width = layers.compiled.hf_paged_run, layers.dtype, first.norms[0].weight.shape[0]
+        for own in settings:
+            check(own, linears, layers.dtype)
         if any(own.head_dim != first.head_dim or _widths(own) != _widths(first) for own in settings):
             raise InputError("decoder layers", "layers of one shape")
         self._memory, places = places_of(first, scratch, layers.dtype)

@@ -73,17 +73,18 @@ class Parts:
 
 
 class WeightsInUse:
-    """Where the weights of all decoder layers are, looked at once a forward.
+    """Where the weights of all decoder layers are, looked at once a forward; where a user's code runs, at each layer.
 
     It holds their memory until the next one, or the end of the scope: another thread may move them meanwhile.
 
     Attributes:
         may_add: Whether rows of this forward may have adapters.
         num_moves: How often weights had moved.
+        is_plain: Whether nothing but known code runs in this forward.
     """
 
     def __init__(self) -> None:
-        self.may_add = False
+        self.may_add = self.is_plain = False
         self.num_moves = 0
         self._layers: list[DecoderLayer] = []
         self._tables: list[tuple[dict[str, Tensor | None], str]] = []
@@ -99,21 +100,28 @@ class WeightsInUse:
         self._outer += [vars(module) for module in layer.parts.outer]
         self._has_tuners |= any(map(is_tuner, layer.parts.outer))
 
-    def look(self, forward: ForwardContext) -> None:
-        """Before the first layer of a forward is computed: lets those know whose weights have moved."""
+    def look(self, forward: ForwardContext, layer: DecoderLayer) -> None:
+        """Before a layer is computed: lets those know whose weights have moved."""
         if forward is self._forward:
+            if not forward.is_plain and (now := tuple(self._find(layer.parts.tables))) != layer.places:
+                layer.places, self._places = now, []  # the next forward looks at all of them as new
             return
-        tensors = [table.get(name) for table, name in self._tables]
-        self._held = [None if tensor is None else tensor.untyped_storage() for tensor in tensors]
-        places = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        self._held = []
+        places = self._find(self._tables)
         if places != self._places:
             first = 0
-            for layer in self._layers:
-                layer.places = tuple(places[first : (first := first + len(layer.parts.tables))])
-            self._places = places
+            for each in self._layers:
+                each.places = tuple(places[first : (first := first + len(each.parts.tables))])
             self.num_moves += 1
+            self._places = places
         self.may_add = self._has_tuners or any(isinstance(own.get(CALL), AdaptedLayer) for own in self._outer)
-        self._forward = forward
+        self.is_plain, self._forward = forward.is_plain, forward
+
+    def _find(self, tables: list[tuple[dict[str, Tensor | None], str]]) -> list[int]:
+        """Holds the tensors of these names, and gives their addresses; 0: it is gone."""
+        tensors = [table.get(name) for table, name in tables]
+        self._held += [None if tensor is None else tensor.untyped_storage() for tensor in tensors]
+        return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
     def end(self) -> None:
         self._forward, self._held = None, []
@@ -207,12 +215,11 @@ class DecoderLayer(ModuleOverride):
         is_current = self.is_whole and not self.survey.has_new_hooks and context.noting is None
         if not is_current or getattr(mlp.module, mlp.name, None) is not mlp.activation:
             return self.module._call_impl(*args, **kwargs)
-        self.weights.look(context)
+        self.weights.look(context, self)
         if not all(self.places):  # one is gone
             return self.module._call_impl(*args, **kwargs)
         try:
             if self.params is None or self.places != self._tried:
-                self._tried = self.places
                 return self._try(step, mask, angles, *args, **kwargs)
             return self.compute_layer(step, wanted, states, angles, self.params)
         except InputError:
@@ -256,7 +263,7 @@ class DecoderLayer(ModuleOverride):
             and noting.num_calls == 2
             and all(isinstance(one, Tensor) and self.agrees(one, two) for one, two in zip(truth, found, strict=True))
         )
-        self.params = noting.params
+        self.params, self._tried = noting.params, self.places
         return own
 
 
@@ -284,7 +291,9 @@ class CPULayer(DecoderLayer):
         is_last = self.parts.attention.module is self.survey.last
         if wanted is not None and is_last and wanted.layer == params.layer:
             return self._compute_some(step, wanted, states, angles)
-        stacks = None if self.weights.may_add or wanted is not None else self._stacks
+        is_own = vars(self.module).get(CALL) is self  # else it is called with copies of what the layer before returned
+        is_usual = self.weights.is_plain and is_own and wanted is None and not self.weights.may_add
+        stacks = self._stacks if is_usual else None
         if stacks is not None and (result := stacks.take(self, step, states, angles)) is not None:
             return result
         added = added_to(self.parts.outer, states) if self.weights.may_add else None

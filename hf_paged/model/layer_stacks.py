@@ -43,7 +43,7 @@ class LayerStacks:
         self._stacks: dict[int, tuple[list[CPULayer], CPUDecoderStack]] | None = None  # by the first layer's id
         self._num_moves = 0  # of weights, when that was found
         self._noted: list[list[CPULayer]] = []
-        self._last: tuple[Ahead, Tensor] | None = None  # what was noted last, and a copy of the result
+        self._last: tuple[Any, tuple[Tensor, Tensor], Tensor, Tensor] | None = None  # step, angles, result, its copy
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -52,6 +52,7 @@ class LayerStacks:
 
     def forget(self) -> None:
         """Lets the next forward be watched."""
+        self._drop()
         self._stacks, self._noted, self._last = None, [], None
 
     def take(self, layer: CPULayer, step: Any, states: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor | None:
@@ -65,12 +66,14 @@ class LayerStacks:
             and all(map(operator.is_, ahead.angles, angles))
         ):
             return ahead.result
+        if ahead is not None:
+            self.forget()
         if states.shape[1] > MOST or not hasattr(step, "calls"):
             return None
         if layer.weights.num_moves != self._num_moves:
             self.forget()
             self._num_moves = layer.weights.num_moves
-        if self._stacks is None and self._noted and self._noted[0][0] is layer:
+        if self._stacks is None and self._noted and any(layer in run for run in self._noted):
             self._build()
             return None  # what is built holds from the next look at the weights on
         found = (self._stacks or {}).get(id(layer))
@@ -96,16 +99,16 @@ class LayerStacks:
             return
         follows = False
         if self._last is not None:
-            last, copy = self._last
+            last_step, last_angles, last_result, copy = self._last
             before = self._noted[-1][-1].params
-            follows = last.step is step and last.result is states and all(map(operator.is_, last.angles, angles))
+            follows = last_step is step and last_result is states and all(map(operator.is_, last_angles, angles))
             follows = follows and torch.equal(states, copy)  # the model has not written to it
             follows &= before is not None and layer.params is not None and step.takes_together(before, layer.params)
         if follows:
             self._noted[-1].append(layer)
         else:
             self._noted.append([layer])
-        self._last = Ahead(step, states, 0, angles, result), result.clone()
+        self._last = step, angles, result, result.clone()
 
     def _build(self) -> None:
         self._stacks = {}
@@ -118,6 +121,13 @@ class LayerStacks:
     def end(self) -> None:
         """Behind a forward: drops what no layer took."""
         self._last = None
+        if self._drop():
+            self.forget()
+
+    def _drop(self) -> bool:
+        found = False
         for layers, _ in (self._stacks or {}).values():
             for layer in layers:
+                found |= layer.ahead is not None
                 layer.ahead = None
+        return found

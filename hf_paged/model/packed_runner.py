@@ -91,7 +91,7 @@ class PackedRunner:
         is_moved = attention.kv_cache.layer_devices is not None or source is not None
         is_whole = rows is None or states is not None or source is not None
         wanted = None if is_whole or rows is None else self._wanted(rows, metadata, attention)
-        with forward_context(step, tokens.input_ids.device, is_moved, wanted, noting) as sentinel:
+        with forward_context(step, tokens.input_ids.device, is_moved, wanted, noting, model.is_plain) as sentinel:
             if source is not None:
                 source.sentinel = sentinel
             fresh = None if sources is None else sources[None]

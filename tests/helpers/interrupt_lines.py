@@ -56,7 +56,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.prompt, self.other_prompt = random_ids(1, 9, seed=1), random_ids(1, 7, seed=2)
-        self.model: Any = build("llama", layers=1)
+        self.model: Any = build("llama", layers=2)
         self.model.generation_config.eos_token_id = None
         self.modes: list[dict[str, Any]] = [{}, {"num_beams": 2}]
         self.expected = [self.generate(**mode) for mode in self.modes]

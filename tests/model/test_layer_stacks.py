@@ -15,6 +15,7 @@ from hf_paged.attention.backends.cpu import CPUStep
 from hf_paged.kernels import cpu_linear
 from hf_paged.kernels.cpu_stack import CPUDecoderStack
 from hf_paged.model import layer_stacks
+from hf_paged.model.decoder_layers import CPULayer
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 IDS = random_ids(2, 11)
@@ -81,7 +82,9 @@ def test_bits(name: str, dtype: torch.dtype, stacks: list[tuple[int, int]], monk
 
 
 class Between(nn.ModuleList):
-    """Layers with a user's code before the third."""
+    """Layers with code around the third that passes for the library's own: with a user's there are no stacks."""
+
+    __module__ = "transformers.models"
 
     def __init__(self, layers: nn.ModuleList, code: Callable[..., Tensor]) -> None:
         super().__init__(layers)
@@ -132,6 +135,63 @@ def test_code_between_layers(first: Any, code: Any, stacks: list[tuple[int, int]
         assert torch.equal(model.generate(IDS, **GREEDY), stock.generate(IDS, **GREEDY))
     whole = [LAYERS] if first is nothing else [2, 2]
     assert [number for _, number in stacks[-len(whole) :]] == whole
+
+
+def test_a_users_code_between_layers(stacks: list[tuple[int, int]]) -> None:
+    """May do anything, to weights and angles, too."""
+
+    def code(layer: Any, states: Tensor, **kwargs: Any) -> Tensor:
+        weight = layer.mlp.up_proj.weight
+        weight.data = -weight.data
+        kwargs["position_embeddings"][1].neg_()
+        return layer(states, **kwargs)  # type: ignore[no-any-return]
+
+    stock, model = built(), patched()
+    for one in (stock, model):
+        one.model.layers = type("Users", (Between,), {"__module__": "users"})(one.model.layers, code)
+        one.generate(IDS, **GREEDY)
+    model.paged.reset_prefix_cache()
+    assert torch.equal(model.generate(IDS, **GREEDY), stock.generate(IDS, **GREEDY))
+    assert not stacks
+
+
+def test_hooks_for_a_while(stacks: list[tuple[int, int]]) -> None:
+    """Steps are no stacks meanwhile, then again, and nothing is held."""
+    stock, model = built(), patched()
+    handles = []
+    for number in (0, 3, 0):
+        handles += [
+            own.register_forward_hook(hf_paged.packed_hook(lambda *_: None)) for own in model.model.layers[:number]
+        ]
+        stacks.clear()
+        model.paged.reset_prefix_cache()
+        for _ in range(2):
+            assert torch.equal(model.generate(IDS, **GREEDY), stock.generate(IDS, **GREEDY))
+        assert bool(stacks) == (not number)
+        while handles:
+            handles.pop().remove()
+    assert not any(layer.ahead for layer in model.paged.core.layers.found if isinstance(layer, CPULayer))
+
+
+def test_a_trial_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: layers that go on with addresses of before."""
+    stock, model = built(), patched()
+    model.generate(IDS, **GREEDY)
+    for one in (stock, model):
+        for parameter in one.model.layers.parameters():
+            parameter.data = parameter.data.flip(0).clone()
+    own, number = CPULayer.compute_parts, iter(range(100))
+
+    def compute(*args: Any) -> Any:
+        if next(number) == 2:
+            raise MemoryError("now")
+        return own(*args)
+
+    monkeypatch.setattr(CPULayer, "compute_parts", compute)
+    with pytest.raises(MemoryError, match="now"):
+        model.generate(IDS, **GREEDY)
+    for _ in range(2):
+        assert torch.equal(model.generate(IDS, **GREEDY), stock.generate(IDS, **GREEDY))
 
 
 def test_layers_of_several_shapes(stacks: list[tuple[int, int]]) -> None:

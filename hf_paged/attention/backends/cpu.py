@@ -65,10 +65,9 @@ class CPUStep(TorchStep):
 
     def takes_together(self, params: AttentionParams, other: AttentionParams) -> bool:
         """Whether `calls` takes a layer with these settings, and another one with those."""
-        settings = [
-            (own.scale, own.sliding_window, own.softcap, own.sinks, own.maps, own.bias) for own in (params, other)
-        ]
-        return settings[0] == settings[1] and settings[0][3:] == (None, None, None)
+        settings = [(own.scale, own.sliding_window, own.softcap) for own in (params, other)]
+        others = [own for each in (params, other) for own in (each.sinks, each.maps, each.bias)]
+        return settings[0] == settings[1] and all(own is None for own in others)
 
     def calls(
         self, params: Sequence[AttentionParams], query: Tensor, key: Tensor, value: Tensor, output: Tensor

@@ -191,7 +191,6 @@ class StepCalls:
     def _place(self, made: Any, layers: Sequence[int]) -> None:
         if not 0 <= min(layers) <= max(layers) < self._num_layers:
             raise InputError("layers", f"some of {self._num_layers}", kv_cache=self._held[0])
-        # One at a time in Python takes as long as the kernels of a small layer.
         words = np.frombuffer(made, np.int64).reshape(len(layers), -1)
         words[:, type(made[0]).pool.offset // words.itemsize] = self._pool + np.multiply(layers, self._layer_bytes)
 
@@ -308,10 +307,17 @@ class StepCalls:
         self._kernels.attend(self._attending(query, output, layer, rows, *own))
 
     def attends(
-        self, query: Tensor, output: Tensor, layers: Sequence[int], rows: Rows, scale: float, *others: Any
+        self,
+        query: Tensor,
+        output: Tensor,
+        layers: Sequence[int],
+        rows: Rows,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None,
     ) -> tuple[Any, ctypes.Array[_Attend]]:
         """What `attend` does for several layers, with the same settings and tensors; see `writes`."""
-        arguments = self._attending(query, output, layers[0], rows, scale, *others)
+        arguments = self._attending(query, output, layers[0], rows, scale, sliding_window, softcap, None, None)
         made = (_Attend * len(layers))(*[arguments] * len(layers))
         self._place(made, layers)
         return self._kernels.attend, made

@@ -25,7 +25,7 @@ from hf_paged.kernels.cpu_layers import CPULayers
 from hf_paged.kernels.cpu_linear import CPULinear
 from hf_paged.kernels.layers import InputError
 
-MOST = 64  # rows: more of them take so long that Python between two layers costs nothing beside
+MOST = 64  # rows: the results of all layers are held at once
 
 # Kernels that all layers call between their two parts, and the arguments of each, an array with one of each layer.
 AttentionCalls: TypeAlias = Sequence[tuple[Any, ctypes.Array[Any]]]

@@ -80,11 +80,10 @@ class WeightsInUse:
     Attributes:
         may_add: Whether rows of this forward may have adapters.
         num_moves: How often weights had moved.
-        is_plain: Whether nothing but known code runs in this forward.
     """
 
     def __init__(self) -> None:
-        self.may_add = self.is_plain = False
+        self.may_add = False
         self.num_moves = 0
         self._layers: list[DecoderLayer] = []
         self._tables: list[tuple[dict[str, Tensor | None], str]] = []
@@ -93,6 +92,11 @@ class WeightsInUse:
         self._forward: ForwardContext | None = None
         self._held: list[object] = []
         self._places: list[int] = []
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but known code runs in this forward."""
+        return self._forward is not None and self._forward.is_plain
 
     def watch(self, layer: DecoderLayer) -> None:
         self._layers.append(layer)
@@ -115,7 +119,7 @@ class WeightsInUse:
             self.num_moves += 1
             self._places = places
         self.may_add = self._has_tuners or any(isinstance(own.get(CALL), AdaptedLayer) for own in self._outer)
-        self.is_plain, self._forward = forward.is_plain, forward
+        self._forward = forward
 
     def _find(self, tables: list[tuple[dict[str, Tensor | None], str]]) -> list[int]:
         """Holds the tensors of these names, and gives their addresses; 0: it is gone."""

@@ -7,7 +7,6 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from hf_paged.kernels.cpu_stack import MOST, CPUDecoderStack
@@ -43,7 +42,7 @@ class LayerStacks:
         self._stacks: dict[int, tuple[list[CPULayer], CPUDecoderStack]] | None = None  # by the first layer's id
         self._num_moves = 0  # of weights, when that was found
         self._noted: list[list[CPULayer]] = []
-        self._last: tuple[Any, tuple[Tensor, Tensor], Tensor, Tensor] | None = None  # step, angles, result, its copy
+        self._last: tuple[Any, tuple[Tensor, Tensor], Tensor] | None = None  # step, angles and result of what was noted
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -86,8 +85,7 @@ class LayerStacks:
         params = [one.params for one in layers]
         try:
             results = kernels.compute(states, *angles, partial(step.calls, params))
-        except InputError:
-            self._stacks = {}
+        except InputError:  # of this step's rows
             return None
         for one, before, own in zip(layers[1:], results, results[1:], strict=False):
             one.ahead = Ahead(step, before, before._version, angles, own)
@@ -98,17 +96,16 @@ class LayerStacks:
         if self._stacks is not None or states.shape[1] > MOST or not hasattr(step, "calls"):
             return
         follows = False
-        if self._last is not None:
-            last_step, last_angles, last_result, copy = self._last
+        if self._last is not None and layer.params is not None:
+            last_step, last_angles, last_result = self._last
             before = self._noted[-1][-1].params
             follows = last_step is step and last_result is states and all(map(operator.is_, last_angles, angles))
-            follows = follows and torch.equal(states, copy)  # the model has not written to it
-            follows &= before is not None and layer.params is not None and step.takes_together(before, layer.params)
+            follows = follows and before is not None and step.takes_together(before, layer.params)
         if follows:
             self._noted[-1].append(layer)
         else:
             self._noted.append([layer])
-        self._last = step, angles, result, result.clone()
+        self._last = step, angles, result
 
     def _build(self) -> None:
         self._stacks = {}

@@ -191,6 +191,4 @@ def _look_at_hooks(survey: Survey, taken: list[ModuleOverride]) -> None:
     if not is_known or not all(layer.is_whole for layer in layers):
         survey.hooks = RemovableHandle.next_id
         for layer in layers:
-            was_whole, layer.is_whole = layer.is_whole, layer.parts.are_taken(layer.thread_id)
-            if layer.is_whole and not was_whole:
-                survey.shared(LayerStacks).forget()
+            layer.is_whole = layer.parts.are_taken(layer.thread_id)

@@ -120,7 +120,9 @@ class Survey:
 
     def shared(self, kind: type[SharedT]) -> SharedT:
         """The one object of a class that all overrides share."""
-        one: SharedT = self.known.setdefault(kind, kind())
+        one: SharedT | None = self.known.get(kind)
+        if one is None:
+            one = self.known[kind] = kind()
         return one
 
 

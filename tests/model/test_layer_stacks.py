@@ -18,7 +18,7 @@ from hf_paged.model import layer_stacks
 from hf_paged.model.decoder_layers import CPULayer
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-IDS = random_ids(2, 11)
+IDS = random_ids(2, 11).clamp(min=8)
 LAYERS = 4
 
 
@@ -92,6 +92,8 @@ class Between(nn.ModuleList):
 
     def __getitem__(self, index: Any) -> Any:
         first, second, third, *others = self._modules.values()
+        if self.code is ends:
+            return [first, second]
         return [first, second, lambda states, **kwargs: self.code(third, states, **kwargs), *others]
 
 
@@ -120,21 +122,51 @@ def skipped(layer: Any, states: Tensor, **kwargs: Any) -> Tensor:
     return states
 
 
-@pytest.mark.parametrize("code", [nothing, in_place, elsewhere, behind, other_angles, skipped])
+def ends(layer: Any, states: Tensor, **kwargs: Any) -> Tensor:
+    """All layers behind the second are left out."""
+    raise NotImplementedError
+
+
+def layers_of(model: Any) -> list[CPULayer]:
+    return [layer for layer in model.paged.core.layers.found if isinstance(layer, CPULayer)]
+
+
+def by_generate(model: Any, ids: Tensor) -> list[list[int]]:
+    """On this thread, which prepares the model once for all steps."""
+    return model.generate(ids, **GREEDY)[:, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
+
+
+def by_submit(model: Any, ids: Tensor) -> list[list[int]]:
+    """On the worker's, which does so for each."""
+    requests = [model.paged.submit(row, **GREEDY) for row in ids]
+    return [request.result(60).token_ids for request in requests]
+
+
+@pytest.mark.parametrize("road", [by_generate, by_submit])
+@pytest.mark.parametrize("code", [nothing, in_place, elsewhere, behind, other_angles, skipped, ends])
 @pytest.mark.parametrize("first", [nothing, in_place])
-def test_code_between_layers(first: Any, code: Any, stacks: list[tuple[int, int]]) -> None:
+def test_code_between_layers(first: Any, code: Any, road: Any, stacks: list[tuple[int, int]]) -> None:
     """Which does something else once it has been watched, and the first thing again in the end."""
     stock, model = built(), patched()
     for one in (stock, model):
         one.model.layers = Between(one.model.layers, first)
-    for now in (first, first, code, code, first):
+    survey, sizes = None, []
+    for number, now in enumerate((first, first, code, code, first, first)):
+        ids = IDS - number  # no prefix that was computed by other code
         for one in (stock, model):
             one.model.layers.code = now
-        model.paged.reset_prefix_cache()
         stacks.clear()
-        assert torch.equal(model.generate(IDS, **GREEDY), stock.generate(IDS, **GREEDY))
+        assert road(model, ids) == by_generate(stock, ids)
+        assert not any(layer.ahead for layer in layers_of(model))
+        sizes.append([size for _, size in stacks])
+        found = layers_of(model)[0].survey
+        assert survey in (None, found), "what was found is not forgotten in between"
+        survey = found
     whole = [LAYERS] if first is nothing else [2, 2]
-    assert [number for _, number in stacks[-len(whole) :]] == whole
+    assert sizes[1][-len(whole) :] == whole
+    assert sizes[5], "those between which nothing is, are computed together again"
+    if code not in (nothing, first):
+        assert sizes[2].count(LAYERS) + sizes[3].count(LAYERS) <= 1, "given up once nothing takes it"
 
 
 def test_a_users_code_between_layers(stacks: list[tuple[int, int]]) -> None:
@@ -149,28 +181,54 @@ def test_a_users_code_between_layers(stacks: list[tuple[int, int]]) -> None:
     stock, model = built(), patched()
     for one in (stock, model):
         one.model.layers = type("Users", (Between,), {"__module__": "users"})(one.model.layers, code)
-        one.generate(IDS, **GREEDY)
-    model.paged.reset_prefix_cache()
-    assert torch.equal(model.generate(IDS, **GREEDY), stock.generate(IDS, **GREEDY))
+    for number in range(3):
+        assert torch.equal(model.generate(IDS - number, **GREEDY), stock.generate(IDS - number, **GREEDY))
     assert not stacks
 
 
-def test_hooks_for_a_while(stacks: list[tuple[int, int]]) -> None:
-    """Steps are no stacks meanwhile, then again, and nothing is held."""
+def test_hooks_that_move_weights_of_a_layer_behind(stacks: list[tuple[int, int]]) -> None:
+    """Would break: addresses from the beginning of the forward; or those of a while, once the weights are back."""
     stock, model = built(), patched()
-    handles = []
-    for number in (0, 3, 0):
-        handles += [
-            own.register_forward_hook(hf_paged.packed_hook(lambda *_: None)) for own in model.model.layers[:number]
-        ]
-        stacks.clear()
-        model.paged.reset_prefix_cache()
-        for _ in range(2):
-            assert torch.equal(model.generate(IDS, **GREEDY), stock.generate(IDS, **GREEDY))
-        assert bool(stacks) == (not number)
-        while handles:
-            handles.pop().remove()
-    assert not any(layer.ahead for layer in model.paged.core.layers.found if isinstance(layer, CPULayer))
+    assert torch.equal(model.generate(IDS, **GREEDY), stock.generate(IDS, **GREEDY))
+    assert stacks
+    stacks.clear()
+    handles, others = [], []
+    for one in (stock, model):
+        weights = [parameter for parameter in one.model.layers[2].parameters() if parameter.ndim == 2]
+        own = [weight.data for weight in weights]
+        other = [-weight.data.flip(0).contiguous() for weight in weights]
+        others += other
+
+        def put(values: list[Tensor], weights: list[nn.Parameter] = weights) -> Any:
+            def hook(*_: Any) -> None:
+                for weight, value in zip(weights, values, strict=True):
+                    weight.data = value
+
+            return hf_paged.packed_hook(hook)
+
+        layers = one.model.layers
+        handles += [layers[1].register_forward_hook(put(other)), layers[3].register_forward_hook(put(own))]
+    assert torch.equal(model.generate(IDS - 1, **GREEDY), stock.generate(IDS - 1, **GREEDY))
+    assert not stacks
+    for handle in handles:
+        handle.remove()
+    for tensor in others:
+        tensor.fill_(torch.nan)
+    for number in (2, 3):
+        assert torch.equal(model.generate(IDS - number, **GREEDY), stock.generate(IDS - number, **GREEDY))
+    assert stacks
+
+
+def test_exact_training_first(stacks: list[tuple[int, int]]) -> None:
+    """Its layers are called with copies: what it watched would be no stack, and what it computed for nothing."""
+    model = patched()
+    with hf_paged.exact_training(model):
+        stacks.clear()  # of the trial of a small copy
+        for number in range(4):
+            model(IDS - number).logits.sum().backward()
+    assert not stacks
+    by_generate(model, IDS)
+    assert {size for _, size in stacks} == {LAYERS}
 
 
 def test_a_trial_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:

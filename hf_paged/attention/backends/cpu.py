@@ -80,7 +80,7 @@ class CPUStep(TorchStep):
         first, layers = params[0], [own.layer for own in params]
         if torch.is_autocast_enabled("cpu") or not (self._takes_prompts or self._metadata.num_decodes == len(query)):
             raise InputError("layers", "rows that all are the kernels'", query=query)
-        own = first.scale, first.sliding_window, first.softcap, None, None
+        own = first.scale, first.sliding_window, first.softcap
         with plainly():
             attends = [
                 self._calls.attends(query, output, layers, each, *own)

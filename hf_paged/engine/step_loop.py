@@ -27,6 +27,11 @@ LEAST_CHUNK = 64  # tokens of prompts in a step, however slow they are: smaller 
 ROOM_SECONDS = 5.0  # without any step, after which a group that finds no room beside what callers hold is refused
 
 
+def _acquire(lock: threading.Lock | threading.RLock) -> None:
+    if not lock.acquire(blocking=False):
+        wait_interruptibly(lambda timeout: lock.acquire(timeout=-1 if timeout is None else timeout))
+
+
 class StepLoop:
     """Schedules and runs steps over one pool. The loop is a role: the thread that holds the step lock has it.
 
@@ -53,6 +58,8 @@ class StepLoop:
         self.woken = threading.Event()
         self.num_exclusive = 0
         self._lock = threading.RLock()
+        # Of the thread that has the step lock next: one that runs step after step can't take it past those who wait.
+        self._next = threading.Lock()
         self._holder: int | None = None
         self._is_turn = False
         self._orphaned_by: BaseException | None = None
@@ -126,8 +133,14 @@ class StepLoop:
     def _take(self) -> int | None:
         """Takes the step lock; returns which thread had it before: this one, or none."""
         self.check_orphaned()
-        if not self._lock.acquire(blocking=False):
-            wait_interruptibly(lambda timeout: self._lock.acquire(timeout=-1 if timeout is None else timeout))
+        if self.is_mine:
+            self._lock.acquire()
+        else:
+            _acquire(self._next)
+            try:
+                _acquire(self._lock)
+            finally:
+                self._next.release()
         outer, self._holder = self._holder, threading.get_ident()
         return outer
 

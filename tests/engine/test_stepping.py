@@ -405,8 +405,10 @@ def test_resume_during_a_step(pair: Pair) -> None:
 
 
 def test_resume_before_a_step_has_begun(pair: Pair) -> None:
-    """Would break: who asked for a step waits until everything is over."""
+    """Would break: one step after the other passes the thread that asked for one, which waits until all is over."""
     brake = Brake(pair)
+    # Longer than what is between two steps, or the thread might come between them by chance.
+    pair.paged.model.layers[1].register_forward_pre_hook(hf_paged.packed_hook(lambda *_: time.sleep(0.01)))
     pair.engine.pause()
     request = pair.engine.submit(random_ids(1, 9), max_new_tokens=60, **ENDLESS)
     with brake.at(step=50):
@@ -417,6 +419,25 @@ def test_resume_before_a_step_has_begun(pair: Pair) -> None:
         assert future.result(PATIENCE) is not None and not request.is_done
         request.cancel()
     settle(pair)
+
+
+def test_no_thread_takes_the_pool_past_those_who_wait(pair: Pair) -> None:
+    """Would break: who runs step after step, or has the pool again and again, keeps others from it."""
+    turns: list[str] = []
+
+    def other() -> None:
+        with pair.engine.exclusive():
+            turns.append("other")
+
+    for _ in range(20):
+        with pair.engine.exclusive():
+            future = in_background(other)
+            eventually(pair.engine.core.worker.loop._next.locked, "it doesn't wait")
+        for _ in range(3):
+            with pair.engine.exclusive():
+                turns.append("own")
+        future.result(PATIENCE)
+    assert turns == ["other", "own", "own", "own"] * 20
 
 
 def test_ctrl_c_in_a_step(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,27 @@ def exact_head(model: Any, forwards: Forwards) -> Iterator[None]:
             head.forward = cast
 
 
+@contextmanager
+def plain_forward(model: Any) -> Iterator[None]:
+    """Within it, a model is without TRL's forward, so that it can be patched: `ref_model` of a trainer, which makes it.
+
+    Raises:
+        ValueError: TRL has put none on the model.
+    """
+    fused = vars(model).get("forward")
+    if not _is_fused(fused):
+        raise ValueError(f"plain_forward needs a model with TRL's forward on it; this {type(model).__name__} has none")
+    settings = inspect.getclosurevars(fused.__func__).nonlocals
+    del model.forward
+    try:
+        yield
+    finally:
+        from trl.trainer.utils import add_fused_lm_head
+
+        names = ("temperature", "cast_lm_head_to_fp32", "outputs")
+        add_fused_lm_head(model, **{name: settings[name] for name in names})
+
+
 def _is_fused(forward: Any) -> bool:
     function = getattr(forward, "__func__", None)
     code, names = getattr(function, "__code__", None), getattr(function, "__globals__", {})

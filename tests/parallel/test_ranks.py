@@ -181,6 +181,25 @@ def test_three_ranks_follow_an_app(four_ranks: Any) -> None:
     assert first["differences"] == {}
 
 
+def test_training_with_an_engine_a_rank(two_ranks: Any) -> None:
+    pytest.importorskip("trl", reason="of the extra dev")
+    answers = two_ranks.run("ddp")
+    for answer in answers:
+        assert answer["found"] == answer["stock"] and not answer["detours"]
+        counts = answer["counts"]
+        assert counts["equal"] == counts["all"] >= 80 and counts["trained on"] >= 40
+    assert answers[0]["found"] != answers[1]["found"], "both ranks had the same prompts"
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_training_with_weights_shared_out(two_ranks: Any, version: int) -> None:
+    """FSDP, as TRL's trainers use it: stock's loop, with the reason, and never an exception."""
+    for answer in two_ranks.run("fsdp", version=version):
+        assert answer["found"] == answer["stock"] and answer["found"][0] != answer["found"][1]
+        assert answer["detours"] == {"stock generate(): synced_gpus=True": 2}
+        assert "its weights are split between processes" in answer["reason"]
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_is_killed_ends_all_calls(dying_ranks: Any, victim: int) -> None:
     answers = dying_ranks.run("dies", model="llama", victim=victim, settings=ROOM)

@@ -2,143 +2,47 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM
 
 import hf_paged
-from helpers.models import TINY_LM, tiny_tokenizer
+from helpers.models import TINY_LM
 from helpers.pairs import logged_messages
-from hf_paged.engine.calls import Calls
+from helpers.trainers import Sampled, rollouts, trainer_of
 from hf_paged.integrations import trl as integration
-from hf_paged.sampling.logprobs import LogprobsWanted
 
 peft = pytest.importorskip("peft", reason="of the extra dev")
-trl = pytest.importorskip("trl", reason="of the extra dev")
-datasets = pytest.importorskip("datasets", reason="which trl brings")
+pytest.importorskip("trl", reason="of the extra dev")
 
-PROMPTS = ["Once upon a time", "The old king", "Two friends went to the", "It was"]
-
-
-class ChangeWeights(TrainerCallback):
-    """Stands for a training step: samples that are all the same (top_k=1) have no gradient."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        with torch.no_grad():
-            for index, layer in enumerate(model.model.layers):
-                layer.mlp.down_proj.weight.mul_(-0.5 if index % 2 else 1.5)
+BATCHES = {"use_transformers_continuous_batching": True}
 
 
-def trainer_of(kind: str, model: Any, seen: list[list[str]], folder: Path, **settings: Any) -> Any:
-    """A trainer whose reward collects completions."""
-    tokenizer = tiny_tokenizer()
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-
-    def reward(completions: list[str], **_: Any) -> list[float]:
-        seen.append(completions)
-        return [float(i) for i in range(len(completions))]
-
-    common = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 4,
-        "num_generations": 2,
-        "max_completion_length": 10,
-        "max_steps": 2,
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": [],
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "seed": 1,
-    }
-    return getattr(trl, f"{kind}Trainer")(
-        model=model,
-        reward_funcs=reward,
-        args=getattr(trl, f"{kind}Config")(**common | settings),
-        train_dataset=datasets.Dataset.from_dict({"prompt": PROMPTS * 4}),
-        processing_class=tokenizer,
-    )
-
-
-def rollouts(kind: str, is_paged: bool, uses_batch_api: bool, folder: Path) -> tuple[list[list[str]], Any]:
-    """Completions of two training steps, and the model."""
-    model = AutoModelForCausalLM.from_pretrained(TINY_LM)
-    if is_paged:
-        hf_paged.patch(model, num_blocks=256)
-    seen: list[list[str]] = []
-    settings = {"top_k": 1, "learning_rate": 0.0, "use_transformers_continuous_batching": uses_batch_api}
-    trainer = trainer_of(kind, model, seen, folder, **settings)
-    trainer.add_callback(ChangeWeights())
-    trainer.train()
-    return seen, model
-
-
-@pytest.mark.parametrize(("kind", "uses_batch_api"), [("GRPO", False), ("GRPO", True), ("RLOO", True)])
-def test_rollouts(kind: str, uses_batch_api: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [("GRPO", {}), ("GRPO", BATCHES), ("RLOO", BATCHES), ("OnlineDPO", {"gradient_checkpointing": False})],
+)
+def test_rollouts(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
     """Would break: rollouts that are not of the weights of their step, one row a step, by transformers' loop."""
-    expected, _ = rollouts(kind, False, False, tmp_path)
-    found, model = rollouts(kind, True, uses_batch_api, tmp_path)
+    expected, _ = rollouts(kind, False, tmp_path)
+    found, model = rollouts(kind, True, tmp_path, **settings)
     assert found == expected and found[0] != found[1]
-    stats = model.paged.stats()
-    assert stats.num_generated_tokens == 2 * 4 * 10 and stats.num_steps < stats.num_generated_tokens / 2
+    stats, num_rows = model.paged.stats(), sum(len(each) for each in found)
+    assert stats.num_generated_tokens == num_rows * 10 and stats.num_steps < stats.num_generated_tokens / 2
     assert stats.num_free_blocks == stats.num_blocks and not stats.detours
     model.paged.check_invariants()
 
 
-class Sampled:
-    """What the engine says of tokens while it samples them, for any caller.
-
-    Attributes:
-        said: By a whole text, the version of the weights and the log-probabilities of what was generated.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.said: dict[tuple[int, ...], tuple[int, list[float]]] = {}
-        own = Calls.start
-
-        def start(calls: Any, call: Any, *args: Any, on_end: Any = None, **kwargs: Any) -> Any:
-            call.logprobs = LogprobsWanted(0, is_processed=True)
-
-            def end(run: Any) -> None:
-                for prompt, row in zip(call.prompts, run.rows, strict=True):
-                    values = [each.logprob for each in row.logprobs]
-                    self.said[*prompt, *row.tokens] = calls._core.weight_version, values
-                if on_end is not None:
-                    on_end(run)
-
-            return own(calls, call, *args, on_end=end, **kwargs)
-
-        monkeypatch.setattr(Calls, "start", start)
-
-    def compare(self, trainer: Any, engine: Any) -> dict[str, int]:
-        """Counts tokens whose log-probability in the trainer is that of sampling, of those under the same weights."""
-        own, counts = trainer._get_per_token_logps_and_entropies, {"equal": 0, "all": 0, "trained on": 0}
-
-        def log_probabilities(model: Any, ids: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
-            found = own(model, ids, mask, *args, **kwargs)
-            if model is trainer.ref_model:
-                return found
-            for row, values in enumerate(found[0].detach()):
-                version, expected = self.said[*ids[row][mask[row] != 0].tolist()]
-                if version == engine.weight_version:
-                    counts["all"] += len(expected)
-                    counts["equal"] += int((values[: len(expected)] == torch.tensor(expected)).sum())
-                    counts["trained on"] += len(expected) * found[0].requires_grad
-            return found
-
-        trainer._get_per_token_logps_and_entropies = log_probabilities
-        return counts
-
-
 EXACT: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "generate": ("GRPO", False, {"temperature": 0.7}),
-    "batches, LoRA": ("GRPO", True, {"use_transformers_continuous_batching": True}),
+    "batches, LoRA": ("GRPO", True, BATCHES),
     "two iterations": ("GRPO", False, {"num_iterations": 2, "max_steps": 4}),
     "older samples": ("GRPO", False, {"steps_per_generation": 4, "gradient_accumulation_steps": 2}),
-    "RLOO": ("RLOO", False, {"use_transformers_continuous_batching": True}),
+    "RLOO": ("RLOO", False, BATCHES),
 }
 
 
@@ -163,6 +67,34 @@ def test_exact_training(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert counts["equal"] == counts["all"] >= 80 and counts["trained on"] >= 40
     assert not engine.stats().detours
     engine.check_invariants()
+
+
+def test_a_reference_model(tmp_path: Path) -> None:
+    """Would break: a distance to the reference, before any update, that is rounding alone."""
+    model = hf_paged.patch(AutoModelForCausalLM.from_pretrained(TINY_LM), num_blocks=256)
+    trainer = trainer_of("GRPO", model, [], tmp_path, beta=0.1, gradient_checkpointing=False, logging_steps=1)
+    with pytest.raises(ValueError, match="has none"), integration.plain_forward(trainer.ref_model.model):
+        pass
+    with integration.plain_forward(trainer.ref_model):
+        hf_paged.patch(trainer.ref_model, num_blocks=1)
+    with hf_paged.exact_training(model), hf_paged.exact_training(trainer.ref_model):
+        trainer.train()
+    first, second = (each["kl"] for each in trainer.state.log_history[:2])
+    assert first == 0.0 != second
+
+
+def test_online_dpo(tmp_path: Path) -> None:
+    """Its own loss, of logits: as near to stock's as exact training is."""
+    losses = []
+    for is_exact in (False, True):
+        model = hf_paged.patch(AutoModelForCausalLM.from_pretrained(TINY_LM), num_blocks=256)
+        settings = {"top_k": 1, "learning_rate": 1e-3, "gradient_checkpointing": False, "logging_steps": 1}
+        trainer = trainer_of("OnlineDPO", model, [], tmp_path, **settings)
+        with hf_paged.exact_training(model) if is_exact else nullcontext():
+            trainer.train()
+        losses.append([each["loss"] for each in trainer.state.log_history[:2]])
+        assert not model.paged.stats().detours
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4), losses
 
 
 def test_a_float32_head_on_a_bfloat16_body(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,8 +117,11 @@ class Forwards:
         if isinstance(mask, Tensor) and mask.shape == ids.shape:
             wanted &= mask != 0
         found = self.logits(given, wanted)
-        logits = found.new_zeros(*ids.shape, found.shape[-1])
-        logits = logits.index_put((wanted,), found)[:, columns]
+        if not isinstance(keep, Tensor) and (given_columns := wanted[:, columns]).all():
+            logits = found.unflatten(0, given_columns.shape)
+        else:
+            logits = found.new_zeros(*ids.shape, found.shape[-1])
+            logits = logits.index_put((wanted,), found)[:, columns]
         loss = None
         if labels is not None:
             size = self._model.config.get_text_config().vocab_size

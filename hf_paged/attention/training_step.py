@@ -35,10 +35,15 @@ class TrainingStep:
         return torch.arange(self._width, device="cpu") < self._lens[:, None]
 
     @lazy
+    def _tokens(self) -> Tensor:
+        """`[T]`, where each token of the batch is among `sequences * width`."""
+        return self._is_token.flatten().nonzero()[:, 0]
+
+    @lazy
     def _places(self) -> Tensor:
-        """`[sequences, width]`, of tokens in the batch; of padding, which no token sees, the first one's."""
-        places = torch.zeros(self._is_token.shape, dtype=torch.int64, device="cpu")
-        places[self._is_token] = torch.arange(int(self._lens.sum()), device="cpu")
+        """`[sequences * width]`, of tokens in the batch; of padding, which no token sees, the first one's."""
+        places = torch.zeros(self._is_token.numel(), dtype=torch.int64, device="cpu")
+        places[self._tokens] = torch.arange(len(self._tokens), device="cpu")
         return places
 
     def write(self, key: Tensor, value: Tensor, layer: int) -> None:
@@ -60,12 +65,13 @@ class TrainingStep:
             )
         else:
             found = self._by_scores(queries, keys, values, self._causal if mask is None else mask, params)
-        found = found.transpose(1, 2)
-        return found.flatten(0, 1) if self._is_even else found[self._is_token]
+        found = found.transpose(1, 2).flatten(0, 1)
+        return found if self._is_even else found.index_select(0, self._tokens)
 
     def _padded(self, states: Tensor) -> Tensor:
         """`[T, heads, width]` as `[sequences, heads, tokens, width]`."""
-        rows = states.unflatten(0, (len(self._lens), -1)) if self._is_even else states[self._places]
+        rows = states if self._is_even else states.index_select(0, self._places)
+        rows = rows.unflatten(0, (len(self._lens), -1))
         return rows.transpose(1, 2)
 
     @lazy

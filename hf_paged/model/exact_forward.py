@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_paged.attention.context import is_sentinel, with_step
 from hf_paged.attention.paged_attention import paged_attention_scope
 from hf_paged.attention.training_step import TrainingStep
+from hf_paged.model.decoder_layers import DecoderLayer
 from hf_paged.model.module_overrides import CALL, ModuleOverride
 
 
@@ -41,6 +44,7 @@ class _Call:
         for place in self._at:  # autograd keeps them, and sees whether they are written to
             self._leaves[place] = None
         self._step = step
+        self._unread = _unread(module)
 
     def again(self, inputs: list[Tensor]) -> list[Any]:
         """Its results by the module's own code."""
@@ -48,13 +52,38 @@ class _Call:
         for place, own in zip(self._at, inputs, strict=True):
             leaves[place] = own
         args, kwargs = tree_unflatten(leaves, self._given)
-        if self._mask is None:
-            return tree_flatten(self._module._call_impl(*args, **kwargs))[0]
-        with with_step(self._mask, self._step):
+        with ExitStack() as scopes:
+            if self._mask is not None:
+                scopes.enter_context(with_step(self._mask, self._step))
+            if self._unread is not None:
+                scopes.enter_context(self._unread)
             return tree_flatten(self._module._call_impl(*args, **kwargs))[0]
 
     def result(self, values: Any) -> Any:
         return tree_unflatten(list(values), self._spec)
+
+
+class _Unread(TorchFunctionMode):
+    """Within it, the product by one weight is zeros, with its gradients: nothing but a sum reads it."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self._weight = weight
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is functional.linear and args[1] is self._weight:
+            states, weight, bias = args
+            return Product.apply([states.new_zeros(()).expand(*states.shape[:-1], len(weight))], states, weight, bias)
+        return function(*args, **(kwargs or {}))
+
+
+def _unread(module: nn.Module) -> _Unread | None:
+    """For the last product of a decoder layer of the usual kind, which is added to what came in; not an adapter's."""
+    own = getattr(module.__dict__.get(CALL), "before", None)
+    if not isinstance(own, DecoderLayer) or not own.is_same:
+        return None
+    last = own.parts.outer[-1]
+    return _Unread(last.weight) if type(last) is nn.Linear else None
 
 
 class _Given(torch.autograd.Function):

@@ -153,7 +153,7 @@ test-firefox: $(VENV)/.installed-dev ## the demo in Firefox: a smoke test by han
 # report. Tests of the compiler itself, and of the last bit of what it makes, are about another build.
 SANITIZED_TESTS := tests/kernels/test_hostile_shapes.py tests/kernels/test_kernels_cpu.py \
     tests/model/test_fused_layers.py tests/kernels/test_cpu_linear.py tests/kernels/test_cpu_scan.py \
-    tests/kernels/test_cpu_adapters.py
+    tests/kernels/test_cpu_adapters.py tests/kernels/test_cpu_noise.py
 NOT_SANITIZED := triton or exponential or compile or compiler or library or cache or home or others or models or logits
 .PHONY: sanitize
 sanitize: $(VENV)/.installed-dev ## the kernels in C on tensors of all shapes, with gcc's address and undefined-behaviour sanitizers

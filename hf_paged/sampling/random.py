@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from hf_paged.kernels.cpu_noise import exponential
 from hf_paged.kernels.philox import MOST_ROWS, DrawGrid
 from hf_paged.kernels.transfers import to_device
 
@@ -230,7 +231,7 @@ class SamplingNoise:
         else:
             self._states[token_index] = generator.get_state()
             self._num_drawn = token_index + 1
-        noise = probs.new_empty(self.num_rows, probs.shape[-1]).exponential_(1, generator=generator)
+        noise = exponential(probs.new_empty(self.num_rows, probs.shape[-1]), generator)
         if self._num_kept:
             if len(self._kept) >= (max(self._num_kept, KEPT_ON_CPU) if noise.is_cpu else self._num_kept):
                 del self._kept[next(iter(self._kept))]
@@ -279,5 +280,5 @@ class StepNoise:
         """`[len(token_indices), vocab_size]`, of tokens of the row, each with its index."""
         first, count = self._span
         if self._drawn is None:
-            self._drawn = like.new_empty(count, like.shape[-1]).exponential_(1, generator=self._generator)
+            self._drawn = exponential(like.new_empty(count, like.shape[-1]), self._generator)
         return self._drawn[to_device([index - first for index in token_indices], like.device)]

@@ -15,6 +15,15 @@ from torch import Tensor
 
 from hf_paged.attention.metadata import AttentionMetadata, pad_tables
 
+# Instructions that run here, by names of `c_compiler`, and the compiler's default. (AVX-512 comes in order: who has the
+# products of pairs has all of them.)
+INSTRUCTIONS_HERE = [
+    "DEFAULT",
+    *(["AVX2"] if torch.cpu._is_avx2_supported() else []),
+    *(["AVX512"] if torch.cpu._is_avx512_supported() else []),
+    *(["AVX512_BF16"] if torch.cpu._is_avx512_bf16_supported() else []),
+]
+
 # Steps
 
 

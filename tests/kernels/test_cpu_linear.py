@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.kernel_cases import random_tensor
+from helpers.kernel_cases import INSTRUCTIONS_HERE, random_tensor
 from hf_paged.kernels import cpu_linear
 from hf_paged.kernels.c_compiler import INSTRUCTIONS
 from hf_paged.kernels.cpu_linear import CPULinear
@@ -24,18 +24,11 @@ TOLERANCE = {F32: 1e-6, BF16: 4e-3}  # norm of the error over norm of the truth;
 NAN = float("nan")
 PROT_NONE = 0
 IS_SANITIZED = "-fsanitize" in os.environ.get("CC", "")
-# What runs here. (AVX-512 comes in order: who has the products of pairs has all of them.)
-_HERE = {
-    "DEFAULT": True,
-    "AVX2": torch.cpu._is_avx2_supported(),
-    "AVX512": torch.cpu._is_avx512_supported(),
-    "AVX512_BF16": torch.cpu._is_avx512_bf16_supported(),
-}
 KERNELS = [
     pytest.param((dtype, name), id=f"{str(dtype).removeprefix('torch.')}-{name}")
     for dtype in (F32, BF16)
-    for name in _HERE
-    if _HERE[name] and (dtype is BF16 or name != "AVX512_BF16")
+    for name in INSTRUCTIONS_HERE
+    if dtype is BF16 or name != "AVX512_BF16"
 ]
 
 
@@ -237,4 +230,4 @@ def test_what_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_instructions_have_names() -> None:
-    assert set(INSTRUCTIONS) < set(_HERE)
+    assert {*INSTRUCTIONS_HERE} <= {"DEFAULT", *INSTRUCTIONS}

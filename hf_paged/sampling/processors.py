@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +19,12 @@ from transformers import (
     StopStringCriteria,
 )
 from transformers.generation import logits_process
+from transformers.generation.logits_process import TopPLogitsWarper
 
 from hf_paged.kernels.transfers import to_device
 from hf_paged.sampling.controls import GeneratedTokenPenalties, TokenBias
+
+_LANES = 64  # of a vector, and multiples
 
 Process = Callable[[Any, Tensor], Tensor]  # scores from the tokens so far and scores, both of some rows
 _ToColumn = Callable[[Sequence[Any], type[np.generic]], Tensor]  # `[rows, 1]` from each processor's value
@@ -269,8 +273,34 @@ def process(
             given = read(True)
         elif treatment.reads_ids:
             given = ids = read(False) if ids is None else ids
-        scores = merged_processor(own, lengths, scores)(given, scores)
+        merged: Any = merged_processor(own, lengths, scores)
+        is_top_p = type(own[0]) is TopPLogitsWarper and own[0].filter_value == -math.inf
+        scores = top_p_of_few(merged, scores) if is_top_p and scores.is_cpu else merged(given, scores)
     return scores
+
+
+def top_p_of_few(processor: Any, scores: Tensor) -> Tensor:
+    """Scores behind `TopPLogitsWarper`, which sorts, given those alone that are not -inf, if these are few.
+
+    They stand at the same places of a vector as among all, sorted: sums have the same bits. Of equal scores, it depends
+    on all of a row which is sorted first: rows where some of them stay, and some don't, are computed as they are.
+    """
+    vocab_size = scores.shape[-1]
+    most = max(int((scores != -math.inf).sum(dim=-1).max()), 1)
+    width = _LANES + most + (vocab_size - most) % _LANES
+    if width > vocab_size // 8:
+        return processor(None, scores)
+    places = scores.topk(width, sorted=False).indices
+    few = scores.gather(1, places)
+    left = processor(None, few)
+    last = left.masked_fill(left == -math.inf, math.inf).amin(dim=-1, keepdim=True)
+    result = scores.scatter(1, places, left)
+    tied = ((few == last) & (left != last)).any(dim=-1).nonzero()[:, 0]
+    if len(tied):
+        column = processor.top_p
+        own = _with(processor, "top_p", column[tied]) if isinstance(column, Tensor) else processor
+        result[tied] = own(None, scores[tied])
+    return result
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ import hf_paged
 from helpers.models import VOCAB, build, random_ids
 from hf_paged.sampling import random as draws_of_calls
 from hf_paged.sampling.controls import GeneratedTokenPenalties, TokenBias
-from hf_paged.sampling.processors import _Divisor, merged_processor, needs_ids, process, processor_kinds
+from hf_paged.sampling.processors import _Divisor, merged_processor, needs_ids, process, processor_kinds, top_p_of_few
 from hf_paged.sampling.random import SamplingNoise
 from hf_paged.sampling.sampler import RowSampler, SamplingBatch, sample_tokens
 from hf_paged.sampling.token_table import TokenTable
@@ -269,6 +269,37 @@ def test_top_p_at_its_very_border(style: str) -> None:
     expected = torch.cat([call.processors[0](None, call.logits[0]) for call in calls])
     assert torch.equal(found, expected)
     check(calls)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_top_p_behind_top_k(seed: int) -> None:
+    """Would break: sums in another order at the border, and equal scores of which others stay than in a whole sort."""
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    for _ in range(60):
+        shape = draw.choice([1, 3]), draw.choice([1500, 2048, 3003, 5001])
+        scores = torch.randn(shape, generator=generator) * draw.choice([0.1, 1, 5])
+        is_rounded = draw.random() < 0.4
+        scores = scores.round() if is_rounded else scores
+        if draw.random() < 0.1:
+            scores[0, 3] = draw.choice([float("nan"), float("inf")])
+        scores = hf.TopKLogitsWarper(draw.randrange(1, 60))(None, scores)
+        if draw.random() < 0.1:
+            scores[0] = -float("inf")
+        warper = hf.TopPLogitsWarper(draw.uniform(0.01, 0.99), min_tokens_to_keep=draw.choice([1, 4]))
+        sums = scores.sort().values.softmax(dim=-1).cumsum(dim=-1)[0]
+        if draw.random() < 0.5 and 0 < (border := 1 - float(sums[-draw.randrange(1, 60)])) < 1:
+            warper.top_p = border
+        given = Mock(wraps=warper, top_p=warper.top_p)
+        found = top_p_of_few(given, scores)
+        assert torch.equal(found.view(torch.int32), warper(None, scores).view(torch.int32))
+        assert is_rounded or given.call_args_list[0].args[1].shape[1] <= shape[1] / 8
+    calls = [hf.TopPLogitsWarper(value) for value in (0.3, 0.6, 0.9)]
+    scores = hf.TopKLogitsWarper(40)(None, torch.randn(3, 2000, generator=generator).round())
+    expected = [warper(None, own[None])[0] for warper, own in zip(calls, scores, strict=True)]
+    found = process([[warper] for warper in calls], [1] * 3, scores, lambda _: scores, list)
+    assert torch.equal(found, torch.stack(expected))
+    filler = hf.TopPLogitsWarper(0.5, filter_value=-7.0)
+    assert torch.equal(process([[filler]], [3], scores, lambda _: scores, list), filler(None, scores))
 
 
 def test_calls_that_differ_in_what_is_not_merged() -> None:

@@ -108,7 +108,9 @@ def measure(name: str, given: Any) -> list[dict[str, Any]]:
     rows = []
     for part in PARTS:
         stock, ours = (statistics.median(each[part] for each in own) for own in seconds)
-        rows.append({"model": name, "part": part, "stock": stock, "hf_paged": ours, "ratio": ours / stock})
+        rows.append(
+            {"model": name, "part": part, "reps": given.reps, "stock": stock, "hf_paged": ours, "ratio": ours / stock}
+        )
     return rows
 
 

@@ -27,7 +27,7 @@ LEAST_CHUNK = 64  # tokens of prompts in a step, however slow they are: smaller 
 ROOM_SECONDS = 5.0  # without any step, after which a group that finds no room beside what callers hold is refused
 
 
-def _acquire(lock: threading.Lock | threading.RLock) -> None:
+def _acquire(lock: Any) -> None:
     if not lock.acquire(blocking=False):
         wait_interruptibly(lambda timeout: lock.acquire(timeout=-1 if timeout is None else timeout))
 
@@ -57,9 +57,10 @@ class StepLoop:
         self.decoding_loops = DecodingLoops(self.condition, executor)
         self.woken = threading.Event()
         self.num_exclusive = 0
-        self._lock = threading.RLock()
-        # Of the thread that has the step lock next: one that runs step after step can't take it past those who wait.
-        self._next = threading.Lock()
+        self._lock: Any = threading.RLock()
+        # Held by the thread that gets the step lock next: one that runs step after step can't take it past that one.
+        # Re-entrant, for handlers of signals that arrive while it waits.
+        self._next = threading.RLock()
         self._holder: int | None = None
         self._is_turn = False
         self._orphaned_by: BaseException | None = None
@@ -133,7 +134,7 @@ class StepLoop:
     def _take(self) -> int | None:
         """Takes the step lock; returns which thread had it before: this one, or none."""
         self.check_orphaned()
-        if self.is_mine:
+        if self._lock._is_owned():  # also where `do_while` has it
             self._lock.acquire()
         else:
             _acquire(self._next)

@@ -13,6 +13,7 @@ from hf_paged.attention.pool_attention import PoolAttention
 from hf_paged.core.interrupts import check_interrupt
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.engine.step_loop import StepLoop, without_modes
+from hf_paged.kernels import cpu_noise
 from hf_paged.kernels.availability import draw_grid
 from hf_paged.memory.streams import among_steps
 from hf_paged.model.bound_model import BoundModel
@@ -90,6 +91,8 @@ def _run(pool: KVPool, model: BoundModel, runner: ModelRunner, attention: PoolAt
         check_interrupt()
         logits = runner.packed.rehearse(attention, lens)
     attention.warm_up()
+    if kv_cache.device.type == "cpu":
+        cpu_noise.load()
     model.adapters.rehearse(model.model, *model.placement)
     if not isinstance(draw_grid(kv_cache.device), str):
         kernel_rows.rehearse(logits)

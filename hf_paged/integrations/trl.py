@@ -52,9 +52,7 @@ def exact_head(model: Any, forwards: Forwards) -> Iterator[None]:
                 "make the trainer first"
             )
         return
-    if not version("trl").startswith(tuple(f"{own}." for own in TESTED)):
-        reason = f"TRL {version('trl')} is on it, and only TRL {', '.join(TESTED)} is tested"
-        raise UnsupportedModelError(f"exact training of {type(model).__name__}", (reason,))
+    _check_version(model)
     settings = inspect.getclosurevars(fused.__func__).nonlocals
     head = model.get_output_embeddings()
     cast = vars(head).get("forward") if settings["cast_lm_head_to_fp32"] else None
@@ -82,12 +80,18 @@ def plain_forward(model: Any) -> Iterator[None]:
     """Within it, a model is without TRL's forward, so that it can be patched: `ref_model` of a trainer, which makes it.
 
     Raises:
-        ValueError: TRL has put none on the model.
+        ValueError: TRL has put none on the model, or on another than its class's.
+        UnsupportedModelError: It is of a version that this was not tested with.
     """
     fused = vars(model).get("forward")
     if not _is_fused(fused):
         raise ValueError(f"plain_forward needs a model with TRL's forward on it; this {type(model).__name__} has none")
+    _check_version(model)
     settings = inspect.getclosurevars(fused.__func__).nonlocals
+    if settings["original_forward"].__func__ is not type(model).forward:
+        raise ValueError(
+            f"plain_forward needs the class's own forward beneath TRL's; {type(model).__name__} has another"
+        )
     del model.forward
     try:
         yield
@@ -96,6 +100,12 @@ def plain_forward(model: Any) -> Iterator[None]:
 
         names = ("temperature", "cast_lm_head_to_fp32", "outputs")
         add_fused_lm_head(model, **{name: settings[name] for name in names})
+
+
+def _check_version(model: Any) -> None:
+    if not version("trl").startswith(tuple(f"{own}." for own in TESTED)):
+        reason = f"TRL {version('trl')} is on it, and only TRL {', '.join(TESTED)} is tested"
+        raise UnsupportedModelError(f"exact training of {type(model).__name__}", (reason,))
 
 
 def _is_fused(forward: Any) -> bool:

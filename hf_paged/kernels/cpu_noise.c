@@ -26,9 +26,8 @@ static inline uint32_t twist(uint32_t one, uint32_t next) {
 }
 
 static void next_round(uint32_t *w) {
-  /* What each reads was written a vector's length before, or more. */
   for (int i = 0; i < SIZE - SHIFT; i++) w[i] = w[i + SHIFT] ^ twist(w[i], w[i + 1]);
-#pragma GCC ivdep
+#pragma omp simd safelen(64) /* what is read was written SIZE - SHIFT before */
   for (int i = SIZE - SHIFT; i < SIZE - 1; i++) w[i] = w[i + SHIFT - SIZE] ^ twist(w[i], w[i + 1]);
   w[SIZE - 1] = w[SHIFT - 1] ^ twist(w[SIZE - 1], w[0]);
 }
@@ -84,6 +83,7 @@ static void noise_of(const uint32_t *outputs, float *noise, int count) {
 
 /* Draws `count` elements, and leaves the state as torch would. */
 void hf_paged_exponential(struct state *state, float *noise, int64_t count) {
+  if (!count) return;
   uint32_t words[SIZE], outputs[SIZE + 1]; /* one of the round before may be left, if a round began at an odd place */
   for (int i = 0; i < SIZE; i++) words[i] = (uint32_t)state->words[i];
   temper(words, outputs + 1);

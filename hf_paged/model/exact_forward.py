@@ -23,7 +23,7 @@ from hf_paged.attention.context import is_sentinel, with_step
 from hf_paged.attention.paged_attention import paged_attention_scope
 from hf_paged.attention.training_step import TrainingStep
 from hf_paged.model.decoder_layers import DecoderLayer
-from hf_paged.model.module_overrides import CALL, ModuleOverride
+from hf_paged.model.module_overrides import CALL, ModuleOverride, has_hooks
 
 
 class _Call:
@@ -55,7 +55,7 @@ class _Call:
         with ExitStack() as scopes:
             if self._mask is not None:
                 scopes.enter_context(with_step(self._mask, self._step))
-            if self._unread is not None:
+            if self._unread is not None and not self._unread.is_seen:
                 scopes.enter_context(self._unread)
             return tree_flatten(self._module._call_impl(*args, **kwargs))[0]
 
@@ -66,12 +66,18 @@ class _Call:
 class _Unread(TorchFunctionMode):
     """Within it, the product by one weight is zeros, with its gradients: nothing but a sum reads it."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, linear: nn.Linear, around: list[nn.Module]) -> None:
+        """Takes the linear layer, and the modules whose results are its own, or sums with it."""
         super().__init__()
-        self._weight = weight
+        self._linear, self._around = linear, around
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether hooks look at the product, or at what is made of it."""
+        return any(map(has_hooks, (self._linear, *self._around)))
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is functional.linear and args[1] is self._weight:
+        if function is functional.linear and not kwargs and len(args) == 3 and args[1] is self._linear.weight:
             states, weight, bias = args
             return Product.apply([states.new_zeros(()).expand(*states.shape[:-1], len(weight))], states, weight, bias)
         return function(*args, **(kwargs or {}))
@@ -83,7 +89,7 @@ def _unread(module: nn.Module) -> _Unread | None:
     if not isinstance(own, DecoderLayer) or not own.is_same:
         return None
     last = own.parts.outer[-1]
-    return _Unread(last.weight) if type(last) is nn.Linear else None
+    return _Unread(last, [own.parts.mlp.module, module]) if type(last) is nn.Linear else None
 
 
 class _Given(torch.autograd.Function):

@@ -14,6 +14,7 @@ import hf_paged
 from helpers.models import TINY_LM, build
 from helpers.state_models import build_state_model
 from helpers.waiting import PATIENCE
+from hf_paged.model import exact_forward
 
 peft = pytest.importorskip("peft", reason="of the extra dev")
 
@@ -119,6 +120,29 @@ def test_gradients_are_stocks(family: str, has_lora: bool) -> None:
     assert max(differences.values()) <= 1e-5, differences
     assert gradients(model, given).keys() == expected.keys()
     assert all(torch.equal(own, expected[n]) for n, own in gradients(model, given).items())  # outside, as before
+
+
+@pytest.mark.parametrize("is_seen", [False, True])
+def test_the_last_product_of_a_layer_is_not_computed_again(monkeypatch: pytest.MonkeyPatch, is_seen: bool) -> None:
+    """Would break: a product that nothing reads, computed; zeros in its place where a hook looks on."""
+    model = made("tiny_lm")
+    given = batch(rollouts(model))
+    expected, shapes, seen = gradients(model, given), [], []
+    apply = exact_forward.Product.apply
+    # One number, expanded: of all its strides, none is more than 0.
+    monkeypatch.setattr(
+        exact_forward.Product, "apply", lambda value, *rest: (shapes.append(value[0].stride()), apply(value, *rest))[1]
+    )
+    with hf_paged.exact_training(model):
+        model.zero_grad()
+        loss = model(**given, use_cache=False).loss
+        if is_seen:
+            model.model.layers[1].mlp.register_forward_hook(lambda *found: seen.append(found[-1].abs().amin()))
+        loss.backward()
+    assert sum(not any(strides) for strides in shapes) == len(model.model.layers) - is_seen
+    assert len(seen) == is_seen and all(each > 0 for each in seen)
+    differences = [(own.grad - expected[n]).norm() / expected[n].norm() for n, own in model.named_parameters()]
+    assert max(differences) <= 1e-5
 
 
 def test_texts_one_after_another_in_a_row() -> None:

@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -421,6 +422,15 @@ def test_resume_before_a_step_has_begun(pair: Pair) -> None:
     settle(pair)
 
 
+def is_waited_for(pair: Pair) -> bool:
+    """Whether another thread waits for the step lock, which this one has."""
+    lock = pair.engine.core.worker.loop._next
+    if lock.acquire(blocking=False):
+        lock.release()
+        return False
+    return True
+
+
 def test_no_thread_takes_the_pool_past_those_who_wait(pair: Pair) -> None:
     """Would break: who runs step after step, or has the pool again and again, keeps others from it."""
     turns: list[str] = []
@@ -432,12 +442,38 @@ def test_no_thread_takes_the_pool_past_those_who_wait(pair: Pair) -> None:
     for _ in range(20):
         with pair.engine.exclusive():
             future = in_background(other)
-            eventually(pair.engine.core.worker.loop._next.locked, "it doesn't wait")
+            eventually(partial(is_waited_for, pair), "it doesn't wait")
         for _ in range(3):
             with pair.engine.exclusive():
                 turns.append("own")
         future.result(PATIENCE)
     assert turns == ["other", "own", "own", "own"] * 20
+
+
+def test_a_signal_handler_that_pauses_while_its_thread_waits(pair: Pair) -> None:
+    """Would break: a handler that waits behind the very wait that it interrupts."""
+    has_it, goes = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with pair.engine.exclusive():
+            has_it.set()
+            assert goes.wait(PATIENCE)
+
+    def handler(*_: Any) -> None:
+        threading.Timer(0.2, goes.set).start()
+        pair.engine.pause()
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        future = in_background(other)
+        assert has_it.wait(PATIENCE)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pair.engine.exclusive():
+            assert pair.engine.is_paused and goes.is_set()
+        future.result(PATIENCE)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    settle(pair)
 
 
 def test_ctrl_c_in_a_step(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

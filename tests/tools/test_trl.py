@@ -132,5 +132,7 @@ def test_other_versions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         trainer_of("GRPO", model, [], tmp_path, gradient_checkpointing=False)
     assert "make the trainer first" in str(messages)
     monkeypatch.setattr(integration, "version", lambda _: "9.9.0")
+    with pytest.raises(ValueError, match=r"TRL 9\.9\.0 is on it"), integration.plain_forward(model):
+        pass
     with pytest.raises(ValueError, match=r"TRL 9\.9\.0 is on it"), hf_paged.exact_training(model):
         pass

@@ -23,7 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 CODES = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}  # by their numbers in cpu_stored.h
 MAX_HEAD_DIM = 512
 MAX_LATENT_ROW = 2048  # elements of a latent and a rotary key
-LEAST_ROWS = (8, 12)  # queries that are faster together: of one query head a key head, and of several
+LEAST_ROWS = (5, 12)  # queries that are faster together: of one query head a key head, and of several
 FUNCTIONS = ("hf_paged_write", "hf_paged_attend", "hf_paged_rows")
 _SOURCE = Path(__file__).with_suffix(".c")
 

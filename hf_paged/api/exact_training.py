@@ -117,8 +117,8 @@ class Forwards:
         if isinstance(mask, Tensor) and mask.shape == ids.shape:
             wanted &= mask != 0
         found = self.logits(given, wanted)
-        if not isinstance(keep, Tensor) and (given_columns := wanted[:, columns]).all():
-            logits = found.unflatten(0, given_columns.shape)
+        if not isinstance(keep, Tensor) and wanted[:, columns].all():  # nothing to scatter, nor to choose
+            logits = found.unflatten(0, (len(ids), len(columns)))
         else:
             logits = found.new_zeros(*ids.shape, found.shape[-1])
             logits = logits.index_put((wanted,), found)[:, columns]

@@ -88,7 +88,7 @@ def plain_forward(model: Any) -> Iterator[None]:
         raise ValueError(f"plain_forward needs a model with TRL's forward on it; this {type(model).__name__} has none")
     _check_version(model)
     settings = inspect.getclosurevars(fused.__func__).nonlocals
-    if settings["original_forward"].__func__ is not type(model).forward:
+    if getattr(settings["original_forward"], "__func__", None) is not type(model).forward:
         raise ValueError(
             f"plain_forward needs the class's own forward beneath TRL's; {type(model).__name__} has another"
         )

@@ -1,4 +1,4 @@
-/* Exponential noise as torch's generator for CPUs draws it, bit for bit: in sampling from many words, most of the time.
+/* Exponential noise as torch's generator for CPUs draws it, bit for bit.
 
    An element is -log(1 - u) in float64, rounded to float32; u is k / 2^53, where k is the low 53 bits of two outputs of
    a Mersenne Twister of 32 bits, the high half first (ATen: CPUGeneratorImpl.cpp, MT19937RNGEngine.h,

@@ -1,4 +1,4 @@
-"""The kernel of `cpu_noise.c`: exponential noise as torch draws it, in a tenth of the time."""
+"""The kernel of `cpu_noise.c`: exponential noise as torch draws it, faster."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ def exponential(noise: Tensor, generator: torch.Generator) -> Tensor:
 def load() -> CDLL | None:
     """The kernel, if it compiles here and draws what torch does. Compiles where no earlier process has."""
     try:
-        kernel = library(_SOURCE, ("hf_paged_exponential",))
+        kernel = compiled()
     except CompileError:
         return None
-    kernel.hf_paged_exponential.argtypes, kernel.hf_paged_exponential.restype = [c_void_p, c_void_p, c_int64], None
     own, other = torch.Generator("cpu").manual_seed(0), torch.Generator("cpu").manual_seed(0)
     for count in _TRIED:
         found = torch.empty(count, dtype=torch.float32, device="cpu")
@@ -38,6 +37,13 @@ def load() -> CDLL | None:
         expected = torch.empty_like(found).exponential_(1, generator=other)
         if not (torch.equal(found, expected) and torch.equal(own.get_state(), other.get_state())):
             return None  # another release of torch
+    return kernel
+
+
+def compiled(instructions: str | None = None, **constants: int) -> CDLL:
+    """See `library`."""
+    kernel = library(_SOURCE, ("hf_paged_exponential",), instructions=instructions, **constants)
+    kernel.hf_paged_exponential.argtypes, kernel.hf_paged_exponential.restype = [c_void_p, c_void_p, c_int64], None
     return kernel
 
 

@@ -19,12 +19,9 @@ from transformers import (
     StopStringCriteria,
 )
 from transformers.generation import logits_process
-from transformers.generation.logits_process import TopPLogitsWarper
 
 from hf_paged.kernels.transfers import to_device
 from hf_paged.sampling.controls import GeneratedTokenPenalties, TokenBias
-
-_LANES = 64  # of a vector, and multiples
 
 Process = Callable[[Any, Tensor], Tensor]  # scores from the tokens so far and scores, both of some rows
 _ToColumn = Callable[[Sequence[Any], type[np.generic]], Tensor]  # `[rows, 1]` from each processor's value
@@ -44,6 +41,7 @@ class Treatment:
         counts_ids: It looks at how often tokens are there: behind the end of a shorter row it is to be given -1.
         least: Settings whose sum is a number of tokens: rows with fewer are processed, all others left as they are,
             and nothing else of the tokens matters. Each row may have its own.
+        shortcut: Calls the processor, merged or not, with less of scores on CPU, where that gives the same.
     """
 
     is_batched: bool = False
@@ -52,6 +50,7 @@ class Treatment:
     merge: Callable[[Any, str, list[Any], _ToColumn, int], Process] | None = None
     counts_ids: bool = False
     least: tuple[str, ...] = ()
+    shortcut: Callable[[Any, Tensor], Tensor] | None = None
 
 
 class _Divisor:
@@ -115,6 +114,32 @@ def _biases(_processor: Any, _name: str, values: list[Any], to_column: _ToColumn
     return process
 
 
+def top_p_of_few(processor: Any, scores: Tensor) -> Tensor:
+    """Scores behind `TopPLogitsWarper`, which sorts, given those alone that are not -inf, if these are few.
+
+    They stand at the same places of a vector as among all, sorted: sums have the same bits. Of equal scores, it depends
+    on all of a row which is sorted first: rows where some of them stay, and some don't, are computed as they are.
+    """
+    if processor.filter_value != -math.inf:
+        return processor(None, scores)
+    vocab_size, lanes = scores.shape[-1], 64  # or fewer, that divide it
+    most = max(int((scores != -math.inf).sum(dim=-1).max()), 1)
+    width = lanes + most + (vocab_size - most) % lanes
+    if width > vocab_size // 8:
+        return processor(None, scores)
+    places = scores.topk(width, sorted=False).indices
+    few = scores.gather(1, places)
+    left = processor(None, few)
+    last = left.masked_fill(left == -math.inf, math.inf).amin(dim=-1, keepdim=True)
+    result = scores.scatter(1, places, left)
+    tied = ((few == last) & (left != last)).any(dim=-1).nonzero()[:, 0]
+    if len(tied):
+        column = processor.top_p
+        own = _with(processor, "top_p", column[tied]) if isinstance(column, Tensor) else processor
+        result[tied] = own(None, scores[tied])
+    return result
+
+
 _ALONE = Treatment()
 _BATCHED = Treatment(is_batched=True, reads_ids=False)
 
@@ -150,7 +175,7 @@ _TREATMENTS = {
     "TemperatureLogitsWarper": _column("temperature", _divisors),
     "TopHLogitsWarper": _ALONE,
     "TopKLogitsWarper": _column("top_k", _top_k),
-    "TopPLogitsWarper": _column("top_p", _top_p),
+    "TopPLogitsWarper": Treatment(True, False, "top_p", _top_p, shortcut=top_p_of_few),
     "TypicalLogitsWarper": _BATCHED,
     "WhisperTimeStampLogitsProcessor": _ALONE,
 }
@@ -273,34 +298,10 @@ def process(
             given = read(True)
         elif treatment.reads_ids:
             given = ids = read(False) if ids is None else ids
-        merged: Any = merged_processor(own, lengths, scores)
-        is_top_p = type(own[0]) is TopPLogitsWarper and own[0].filter_value == -math.inf
-        scores = top_p_of_few(merged, scores) if is_top_p and scores.is_cpu else merged(given, scores)
+        merged = merged_processor(own, lengths, scores)
+        shortcut = treatment.shortcut if scores.is_cpu else None
+        scores = merged(given, scores) if shortcut is None else shortcut(merged, scores)
     return scores
-
-
-def top_p_of_few(processor: Any, scores: Tensor) -> Tensor:
-    """Scores behind `TopPLogitsWarper`, which sorts, given those alone that are not -inf, if these are few.
-
-    They stand at the same places of a vector as among all, sorted: sums have the same bits. Of equal scores, it depends
-    on all of a row which is sorted first: rows where some of them stay, and some don't, are computed as they are.
-    """
-    vocab_size = scores.shape[-1]
-    most = max(int((scores != -math.inf).sum(dim=-1).max()), 1)
-    width = _LANES + most + (vocab_size - most) % _LANES
-    if width > vocab_size // 8:
-        return processor(None, scores)
-    places = scores.topk(width, sorted=False).indices
-    few = scores.gather(1, places)
-    left = processor(None, few)
-    last = left.masked_fill(left == -math.inf, math.inf).amin(dim=-1, keepdim=True)
-    result = scores.scatter(1, places, left)
-    tied = ((few == last) & (left != last)).any(dim=-1).nonzero()[:, 0]
-    if len(tied):
-        column = processor.top_p
-        own = _with(processor, "top_p", column[tied]) if isinstance(column, Tensor) else processor
-        result[tied] = own(None, scores[tied])
-    return result
 
 
 @dataclass(frozen=True, slots=True)

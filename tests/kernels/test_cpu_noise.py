@@ -11,16 +11,9 @@ from torch import Tensor
 
 from helpers.kernel_cases import INSTRUCTIONS_HERE
 from hf_paged.kernels import cpu_noise
-from hf_paged.kernels.c_compiler import library
 
 WORDS = slice(24, 24 + 624 * 8)  # of a state, eight bytes each
 ALL_BY_LIBM = {"DOUBT": 1 << 28}
-
-
-def kernel_of(instructions: str, **constants: int) -> Any:
-    kernel = library(cpu_noise._SOURCE, ("hf_paged_exponential",), instructions=instructions, **constants)
-    kernel.hf_paged_exponential.argtypes = cpu_noise.load().hf_paged_exponential.argtypes
-    return kernel
 
 
 def two_generators(state: Tensor | None = None) -> tuple[torch.Generator, torch.Generator]:
@@ -44,7 +37,7 @@ def assert_same(kernel: Any, own: torch.Generator, other: torch.Generator, count
 @pytest.mark.parametrize("constants", [{}, ALL_BY_LIBM], ids=["own", "libm"])
 def test_noise_wherever_the_generator_stands(instructions: str, constants: dict[str, int]) -> None:
     """Would break: numbers in another order, pairs that are taken apart at a round's end, a logarithm's last bit."""
-    kernel = kernel_of(instructions, **constants)
+    kernel = cpu_noise.compiled(instructions, **constants)
     draw, (own, other) = random.Random(3), two_generators()
     for _ in range(200):
         assert_same(kernel, own, other, draw.choice([1, 2, 311, 312, 313, 624, draw.randrange(1, 3000)]))

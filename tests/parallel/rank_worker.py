@@ -22,19 +22,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 from transformers.distributed import DistributedConfig
 from transformers.generation.streamers import BaseStreamer
 
 import hf_paged
-from helpers.models import MODELS, TINY_LM, VOCAB, build
+from helpers.models import MODELS, VOCAB, build
 from helpers.state_models import STATE_MODELS, build_state_model
-from helpers.trainers import Sampled, rollouts, trainer_of
+from parallel.training_cases import TrainingCases
 
 RANK = int(os.environ["RANK"])
 PROMPTS = torch.tensor([[0, 0, 5, 6, 7], [3, 4, 5, 6, 8]])
@@ -205,7 +202,7 @@ def _request(model: Any, number: int) -> Any:
     return model.generate(ids, attention_mask=torch.ones_like(ids), **options).tolist()
 
 
-class Worker:
+class Worker(TrainingCases):
     """The cases, and what is kept between them."""
 
     def __init__(self, directory: str) -> None:
@@ -502,51 +499,6 @@ class Worker:
             except Exception as error:
                 ends.append(f"{type(error).__name__}: {error}")
         return {"seconds": time.monotonic() - started, "ends": ends}
-
-    def ddp(self) -> Any:
-        """TRL's trainer, with an engine on each rank: what it samples, and whether training has the same values."""
-        found, _ = rollouts("GRPO", True, Path(self._directory))
-        stock, _ = rollouts("GRPO", False, Path(self._directory))
-        model = hf_paged.patch(AutoModelForCausalLM.from_pretrained(TINY_LM), num_blocks=256)
-        trainer = trainer_of("GRPO", model, [], Path(self._directory), gradient_checkpointing=False, learning_rate=1e-3)
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            counts = Sampled(monkeypatch).compare(trainer, model.paged)
-            with hf_paged.exact_training(model):
-                trainer.train()
-        return {"found": found, "stock": stock, "counts": counts, "detours": list(model.paged.stats().detours)}
-
-    def fsdp(self, version: int) -> Any:
-        """A patched model that FSDP shares out, before and after an update, beside one that is whole."""
-        found = []
-        for kind in ("stock", "paged"):
-            model: Any = AutoModelForCausalLM.from_pretrained(TINY_LM)
-            whole, gathered = model, nullcontext()
-            if kind == "paged":
-                hf_paged.patch(model, num_blocks=64)
-                layers = model.model.layers
-                if version == 1:
-                    sharding = {"auto_wrap_policy": ModuleWrapPolicy({type(layers[0])}), "use_orig_params": True}
-                    whole = FullyShardedDataParallel(model, device_id=torch.device("cpu"), **sharding)
-                else:
-                    for part in (*layers, model):
-                        fully_shard(part)
-            optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
-            for _ in range(2):  # TRL's way: the weights of the layers are gathered by themselves
-                whole(input_ids=PROMPTS, use_cache=False, labels=PROMPTS).loss.backward()
-                if version == 1 and kind == "paged":
-                    gathered = FullyShardedDataParallel.summon_full_params(whole, recurse=False)
-                with gathered, torch.no_grad():
-                    found.append(_plain(model))
-                optimizer.step()
-                optimizer.zero_grad()
-        reason = ""
-        try:
-            with hf_paged.exact_training(model):
-                pass
-        except ValueError as error:
-            reason = str(error)
-        stats = model.paged.stats()
-        return {"stock": found[:2], "found": found[2:], "detours": dict(stats.detours), "reason": reason}
 
 
 def main() -> None:

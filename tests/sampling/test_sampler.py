@@ -289,7 +289,7 @@ def test_top_p_behind_top_k(seed: int) -> None:
         sums = scores.sort().values.softmax(dim=-1).cumsum(dim=-1)[0]
         if draw.random() < 0.5 and 0 < (border := 1 - float(sums[-draw.randrange(1, 60)])) < 1:
             warper.top_p = border
-        given = Mock(wraps=warper, top_p=warper.top_p)
+        given = Mock(wraps=warper, top_p=warper.top_p, filter_value=warper.filter_value)
         found = top_p_of_few(given, scores)
         assert torch.equal(found.view(torch.int32), warper(None, scores).view(torch.int32))
         assert is_rounded or given.call_args_list[0].args[1].shape[1] <= shape[1] / 8

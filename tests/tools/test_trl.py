@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from helpers.trainers import Sampled, rollouts, trainer_of
 from hf_paged.integrations import trl as integration
 
 peft = pytest.importorskip("peft", reason="of the extra dev")
-pytest.importorskip("trl", reason="of the extra dev")
+add_fused_lm_head = pytest.importorskip("trl.trainer.utils", reason="of the extra dev").add_fused_lm_head
 
 BATCHES = {"use_transformers_continuous_batching": True}
 
@@ -75,6 +76,11 @@ def test_a_reference_model(tmp_path: Path) -> None:
     trainer = trainer_of("GRPO", model, [], tmp_path, beta=0.1, gradient_checkpointing=False, logging_steps=1)
     with pytest.raises(ValueError, match="has none"), integration.plain_forward(trainer.ref_model.model):
         pass
+    wrapped = AutoModelForCausalLM.from_pretrained(TINY_LM)
+    wrapped.forward = partial(wrapped.forward)
+    add_fused_lm_head(wrapped)
+    with pytest.raises(ValueError, match="has another"), integration.plain_forward(wrapped):
+        pass
     with integration.plain_forward(trainer.ref_model):
         hf_paged.patch(trainer.ref_model, num_blocks=1)
     with hf_paged.exact_training(model), hf_paged.exact_training(trainer.ref_model):
@@ -85,16 +91,18 @@ def test_a_reference_model(tmp_path: Path) -> None:
 
 def test_online_dpo(tmp_path: Path) -> None:
     """Its own loss, of logits: as near to stock's as exact training is."""
-    losses = []
+    losses, texts = [], []
     for is_exact in (False, True):
         model = hf_paged.patch(AutoModelForCausalLM.from_pretrained(TINY_LM), num_blocks=256)
-        settings = {"top_k": 1, "learning_rate": 1e-3, "gradient_checkpointing": False, "logging_steps": 1}
-        trainer = trainer_of("OnlineDPO", model, [], tmp_path, **settings)
+        settings = {"learning_rate": 1e-3, "gradient_checkpointing": False, "logging_steps": 1, "max_steps": 3}
+        texts.append([])
+        trainer = trainer_of("OnlineDPO", model, texts[-1], tmp_path, **settings)
         with hf_paged.exact_training(model) if is_exact else nullcontext():
             trainer.train()
-        losses.append([each["loss"] for each in trainer.state.log_history[:2]])
+        losses.append([each["loss"] for each in trainer.state.log_history[:3]])
         assert not model.paged.stats().detours
-    assert losses[1] == pytest.approx(losses[0], abs=1e-4), losses
+    assert texts[0] == texts[1]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4) and len(set(losses[0])) == 3, losses
 
 
 def test_a_float32_head_on_a_bfloat16_body(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

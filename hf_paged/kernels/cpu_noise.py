@@ -42,7 +42,7 @@ def load() -> CDLL | None:
 
 def compiled(instructions: str | None = None, **constants: int) -> CDLL:
     """See `library`."""
-    kernel = library(_SOURCE, ("hf_paged_exponential",), instructions=instructions, **constants)
+    kernel = library(_SOURCE, ("hf_paged_exponential",), (), instructions, **constants)
     kernel.hf_paged_exponential.argtypes, kernel.hf_paged_exponential.restype = [c_void_p, c_void_p, c_int64], None
     return kernel
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_paged.kernels.launch import FP8_FORMATS, FUSION, codes, next_power_of_two
+from hf_paged.kernels.launch import FP8_FORMATS, FUSION, NO_FUSION, codes, next_power_of_two
 from hf_paged.kernels.layers import InputError, LayerKernels, NormWeight, Place
 from hf_paged.kernels.tile_ops import encode_fp8, hash_now
 
@@ -417,7 +417,7 @@ class TritonLayers(LayerKernels):
                 INTERLEAVED=interleaved,
                 ROUNDS=rounds,
                 num_warps=4,
-                **FUSION,
+                **NO_FUSION,
             )
         return rotated
 
@@ -512,7 +512,7 @@ class TritonLayers(LayerKernels):
                 OFFSET=0.0 if norm is None else norm.offset,
                 ROUNDS_FIRST=norm is not None and norm.rounds_first,
                 num_warps=4,
-                **FUSION,
+                **NO_FUSION,
             )
         return output
 

@@ -86,3 +86,9 @@ def test_loads_are_wide_and_products_are_the_matrix_units(kernels: list[dict[str
     assert on_a100["decode"]["copies of 16 bytes"] >= 32 and on_a100["prefill"]["mma"] >= 64
     on_mi300 = {row["kernel"]: row["instructions"] for row in kernels if row["target"] == "gfx942"}
     assert on_mi300["decode"]["mfma"] > 0 and on_mi300["prefill"]["mfma"] > 0
+
+
+def test_products_are_rounded_before_they_are_added(kernels: list[dict[str, Any]]) -> None:
+    """Would break: rotary embeddings that are not the library's bit for bit, and are then left to it."""
+    rotary = [row for row in kernels if row["kernel"] in ("rotary", "rotary_write") and row["target"] == "sm_90"]
+    assert rotary and not [row for row in rotary if "fused in half precision" in row["instructions"]]

@@ -145,6 +145,18 @@ def test_rotary(kind: str, dtype: torch.dtype, interleaved: bool, rotary_dim: in
         assert result.transpose(1, 2).is_contiguous()
 
 
+@pytest.mark.parametrize(("kind", "dtype"), KERNELS)
+def test_rotary_as_the_library_rounds(kind: str, dtype: torch.dtype) -> None:
+    """Bit for bit, product by product: that is how the trial tells which of the ways a model has."""
+    query, key = torch.randn(1, 7, 5, 32).to(dtype), torch.randn(1, 2, 5, 32).to(dtype)
+    cos, sin = torch.randn(1, 5, 32).to(dtype), torch.randn(1, 5, 32).to(dtype)
+    with kernels(dtype, kind) as (layers, there):
+        given = [there(each) for each in (query, key, cos, sin)]
+        results = layers.rotary(*given, False, True)
+        expected = modeling_llama.apply_rotary_pos_emb(*given)
+    assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
+
+
 @pytest.mark.parametrize(("kind", "dtype"), TRITON)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (1, 5, 80), (1, 40, 768), (0, 8)], ids=str)
 @pytest.mark.parametrize(("offset", "rounds_first"), fused_layers.NORMS)

@@ -113,6 +113,7 @@ def device_of(target: str) -> launch.Device:
         has_native_fp8=target in ("sm_89", "sm_90", "sm_100", "sm_120"),
         shared_memory=SHARED_MEMORY_LIMIT[target],
         reads_shared_factors=target in ("sm_90", "sm_100"),
+        is_nvidia=target.startswith("sm_"),
     )
 
 
@@ -306,7 +307,7 @@ def inside_loops(lines: list[str], label: str, branch: str, wanted: str) -> int:
 
 
 def instructions(compiled: Any) -> dict[str, int]:
-    """Loads by width, and matrix instructions."""
+    """Loads by width, matrix instructions, and sums of products that are not rounded before."""
     ptx = compiled.asm["ptx"]
     found = {
         "copies of 16 bytes": len(re.findall(r"cp\.async\.cg\.shared\.global[^\n]*0x10", ptx)),
@@ -316,6 +317,7 @@ def instructions(compiled: Any) -> dict[str, int]:
         "mma": len(re.findall(r"\bmma\.sync", ptx)),
         "wgmma": len(re.findall(r"wgmma\.mma_async", ptx)),
         "tcgen05": len(re.findall(r"tcgen05\.mma", ptx)),
+        "fused in half precision": len(re.findall(r"fma\.rn\.b?f16", ptx)),
     }
     return {name: count for name, count in found.items() if count}
 

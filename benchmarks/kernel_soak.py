@@ -46,10 +46,10 @@ from hf_paged.sampling import random
 
 # What the launchers read off a device; an sm_100 is an sm_90 to them, but for its processors.
 GPUS = {
-    "sm_80": launch.Device(108, has_native_fp8=False, shared_memory=166_912, reads_shared_factors=False),
-    "sm_90": launch.Device(132, has_native_fp8=True, shared_memory=232_448, reads_shared_factors=True),
-    "sm_120": launch.Device(188, has_native_fp8=True, shared_memory=101_376, reads_shared_factors=False),
-    "gfx942": launch.Device(304, has_native_fp8=False, shared_memory=65_536, reads_shared_factors=False),
+    "sm_80": launch.Device(108, False, shared_memory=166_912, reads_shared_factors=False, is_nvidia=True),
+    "sm_90": launch.Device(132, True, shared_memory=232_448, reads_shared_factors=True, is_nvidia=True),
+    "sm_120": launch.Device(188, True, shared_memory=101_376, reads_shared_factors=False, is_nvidia=True),
+    "gfx942": launch.Device(304, False, shared_memory=65_536, reads_shared_factors=False),
 }
 _trial_launch = availability.launch_failure.__wrapped__
 POOLS = ("auto", "fp8_e4m3", "int8")

@@ -19,8 +19,9 @@ FP8_FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 FORMATS = FP8_FORMATS | {torch.int8: "int8"}  # of pools that hold codes; of int8 with scales, see `scaled_rows.py`
 MAX_HEAD_DIM = 256
 # With each launch of a kernel: products that are added are one instruction, whatever a release of Triton takes for the
-# default (3.10: not). Where a result's bits are those of separate operations, a launch says False.
-FUSION = {"enable_fp_fusion": True}
+# default (3.10: not). Not where a result's bits are those of separate operations: the compiler narrows a product that is
+# rounded to bfloat16, and then adds it unrounded.
+FUSION, NO_FUSION = {"enable_fp_fusion": True}, {"enable_fp_fusion": False}
 
 
 class Tiling(NamedTuple):
@@ -67,12 +68,14 @@ class Device:
         shared_memory: Bytes of it that a program can have.
         reads_shared_factors: Whether matrix instructions take factors from shared memory (`wgmma`, `tcgen05`);
             elsewhere all of them pass through registers.
+        is_nvidia: Whether kernels may have its assembler's instructions in them.
     """
 
     num_processors: int
     has_native_fp8: bool
     shared_memory: int
     reads_shared_factors: bool
+    is_nvidia: bool = False
 
     @staticmethod
     @lru_cache
@@ -87,6 +90,7 @@ class Device:
             has_native_fp8=is_nvidia and (properties.major, properties.minor) >= (8, 9),
             shared_memory=getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block,
             reads_shared_factors=is_nvidia and properties.major >= 9 and properties.major < 12,
+            is_nvidia=is_nvidia,
         )
 
 

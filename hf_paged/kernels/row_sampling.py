@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_paged.kernels.launch import NO_FUSION, device_of
 from hf_paged.kernels.philox import DrawGrid
 from hf_paged.kernels.sampling_rows import OFFSETS, ROW, plain_rows
 from hf_paged.kernels.transfers import to_device
@@ -49,7 +50,15 @@ def _draw_of(own):
 
 
 @triton.jit
-def _exponential(draw, token, IS_WORD: tl.constexpr):
+def _log2(x, IS_NVIDIA: tl.constexpr):
+    """As CUDA's `__logf` has it: the processor's own, whose last bits differ from those of `tl.log2`."""
+    if IS_NVIDIA:
+        return tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.log2(x)
+
+
+@triton.jit
+def _exponential(draw, token, IS_WORD: tl.constexpr, IS_NVIDIA: tl.constexpr):
     """The exponentially distributed number that torch draws for a token: see `philox.py`; or the word behind it."""
     seed_low, seed_high, round_low, round_high, threads, first = draw
     element = first + token
@@ -65,17 +74,16 @@ def _exponential(draw, token, IS_WORD: tl.constexpr):
     if IS_WORD:
         return word
     uniform = word.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
-    # ATen's `__logf`: the logarithm to base 2, times ln(2) in float32.
-    drawn = -(tl.log2(uniform) * 0.6931471824645996)
+    drawn = -(_log2(uniform, IS_NVIDIA) * 0.6931471824645996)
     return tl.where(uniform >= 0.9999999403953552, 5.960464477539063e-08, drawn)
 
 
 @triton.jit(do_not_specialize=["vocab_size"])
-def _noise_kernel(rows, output, vocab_size, IS_WORD: tl.constexpr, TILE: tl.constexpr):
+def _noise_kernel(rows, output, vocab_size, IS_WORD: tl.constexpr, IS_NVIDIA: tl.constexpr, TILE: tl.constexpr):
     row = tl.program_id(0)
     own = rows + row * WORDS
     token = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    drawn = _exponential(_draw_of(own), token, IS_WORD)
+    drawn = _exponential(_draw_of(own), token, IS_WORD, IS_NVIDIA)
     to = output + row.to(tl.int64) * vocab_size + token
     tl.store(to, drawn.to(output.dtype.element_ty, bitcast=IS_WORD), mask=token < vocab_size)
 
@@ -309,6 +317,7 @@ def _sample_kernel(
     stride_masks,
     stride_ids,
     num_edited,
+    IS_NVIDIA: tl.constexpr,
     TILE: tl.constexpr,
     ROOM: tl.constexpr,
 ):
@@ -393,7 +402,7 @@ def _sample_kernel(
                 if tl.max(is_kept.to(tl.int32), 0) != 0:  # most tiles have none
                     weight = _exp(x - top)
                     is_kept = is_kept & (tl.div_rn(weight, total) >= least)
-                    ratio = tl.where(is_kept, tl.div_rn(weight, _exponential(draw, token, False)), -1.0)
+                    ratio = tl.where(is_kept, tl.div_rn(weight, _exponential(draw, token, False, IS_NVIDIA)), -1.0)
                     is_better = ratio > best
                     best = tl.where(is_better, ratio, best)
                     best_token = tl.where(is_better, token, best_token)
@@ -462,10 +471,11 @@ def sample_rows(
             0 if masks is None else masks.stride(0),
             0 if ids is None else ids.stride(0),
             num_edited,
+            IS_NVIDIA=device_of(device).is_nvidia,
             TILE=tile,
             ROOM=room,
             num_warps=NUM_WARPS,
-            enable_fp_fusion=False,  # torch rounds each product
+            **NO_FUSION,
         )
     return chosen
 
@@ -480,9 +490,10 @@ def draw_noise(rows: np.ndarray, vocab_size: int, device: torch.device, words: b
             output,
             vocab_size,
             IS_WORD=words,
+            IS_NVIDIA=device_of(device).is_nvidia,
             TILE=TILE,
             num_warps=NUM_WARPS,
-            enable_fp_fusion=False,
+            **NO_FUSION,
         )
     return output
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from helpers.kernel_cases import repaired_interpreter
 
 pytest.importorskip("triton")  # an extra, and not on every platform
+from hf_paged.kernels.availability import draw_grid
 from hf_paged.kernels.philox import DrawGrid, exponentials, words
 from hf_paged.kernels.row_sampling import draw_noise, sample_rows
 from hf_paged.kernels.sampling_rows import plain_rows
@@ -87,6 +88,23 @@ def test_words_are_those_that_torch_draws(name: str, num_rows: int, vocab_size: 
     assert np.array_equal(draw_noise(rows, vocab_size, CPU, words=True).numpy().view(np.uint32), expected)
     drawn, truth = draw_noise(rows, vocab_size, CPU).numpy(), exponentials(expected)
     assert np.abs(drawn.view(np.int32) - truth.view(np.int32)).max() <= 2  # ulp
+
+
+def test_words_that_a_gpu_drew() -> None:
+    """What `torch.manual_seed(0); torch.rand(5, device="cuda")` prints on any NVIDIA GPU."""
+    assert np.round(words(0, 0, 5, 256) / 2**32, 4).tolist() == [0.3990, 0.5167, 0.0249, 0.9401, 0.9459]
+
+
+@pytest.mark.gpu
+def test_a_gpu_draws_them() -> None:
+    """Bit for bit: its logarithm is the processor's own."""
+    device = torch.device("cuda", 0)
+    assert isinstance(draw_grid(device), DrawGrid)
+    generator, count = torch.Generator(device).manual_seed(7), 50257
+    expected = torch.empty(3, count, device=device).exponential_(generator=generator)
+    rows = plain_rows(3)
+    rows["seed"], rows["threads"], rows["first"] = 7, DrawGrid.of(device).num_threads(3 * count), np.arange(3) * count
+    assert torch.equal(draw_noise(rows, count, device), expected)
 
 
 @pytest.mark.parametrize("name", DEVICES)

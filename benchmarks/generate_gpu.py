@@ -241,6 +241,7 @@ class Bench:
 
     def step(self, batch: int, how: Row, samples: bool = False) -> Row:
         row = paged_step(self.model, batch, samples)
+        row["detours"] = "; ".join(map(str, self.model.paged.explain()))
         return row | self.beside_roofline(batch, row["step_ms"]) | how
 
     def stock_step(self, batch: int) -> Row:

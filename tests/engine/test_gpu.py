@@ -14,6 +14,7 @@ from helpers.models import build, ragged_batch, random_ids
 from helpers.state_models import build_state_model
 from helpers.waiting import at_once
 from hf_paged.memory.swap_space import SwapSpace
+from hf_paged.model.gpu_layers import GPULayer
 from hf_paged.model.step_memory import StepMemory
 from hf_paged.testing import compare_generations
 
@@ -200,3 +201,15 @@ def test_each_kind_of_step(kind: str) -> None:
     graphs = core.runner.graphs.held
     assert graphs is None or graphs.reason is None
     paged.paged.check_invariants()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_nothing_takes_a_detour(dtype: torch.dtype) -> None:
+    """Layers, rotary embeddings and draws are those that the kernels compute: else all is right, and slow."""
+    model = hf_paged.patch(build("llama").to("cuda", dtype), block_size=4, num_blocks=256, max_num_seqs=4)
+    model.generate(random_ids(2, 9).to("cuda"), max_new_tokens=8, do_sample=True, top_k=20)
+    core = model.paged.core
+    whole = [one for one in core.layers.found if isinstance(one, GPULayer)]
+    assert len(whole) == model.config.num_hidden_layers and all(one.is_same for one in whole)
+    assert core.runner.graphs.num_replays > 0
+    assert [str(one) for one in model.paged.explain() if one.what in ("steps", "layers", "sampling")] == []

@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 import hf_paged
 from helpers.library_code import as_library_code
 from helpers.models import build, random_ids
-from hf_paged.model import gpu_layers, joined_linears
+from hf_paged.model import fused_rotary, gpu_layers, joined_linears
 from hf_paged.model.gpu_layers import GPULayer
 from hf_paged.model.joined_linears import ATTENTION, MLP, are_joined
 
@@ -105,6 +105,15 @@ def test_what_is_not(name: str) -> None:
     assert_same_tokens(stock, model)
     assert not whole(model)
     assert any("module by module" in str(detour) for detour in model.paged.explain()) == (name != "gpt_neox")
+
+
+def test_rotary_embeddings_that_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a kernel that rounds where the library doesn't: all is right, and what is slow is said."""
+    monkeypatch.setattr(fused_rotary, "ROTARIES", ())
+    stock, model = pair()
+    assert_same_tokens(stock, model)
+    assert not whole(model)
+    assert [str(one) for one in model.paged.explain() if "rotary embeddings of 2 modules" in one.why]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

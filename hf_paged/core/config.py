@@ -8,7 +8,10 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import InitVar, dataclass, fields, replace
 from difflib import get_close_matches
+from importlib.metadata import version
 from typing import Any
+
+from packaging.version import Version
 
 from hf_paged.core.policy import Policy, policy_of
 
@@ -102,7 +105,8 @@ class PagedConfig:
             replay them; `None`: where the model is on a CUDA device and its backend can be recorded (Triton's can),
             `True`: the same, and raise elsewhere.
         compile_decode: Compile what lies between a decode step's attentions (`torch.compile`) before it is recorded in
-            CUDA graphs, in place of the engine's own fused layers. It takes its time at the first such step.
+            CUDA graphs, in place of the engine's own fused layers. It takes its time at the first such step, and torch
+            2.12 or later.
         use_async_batching: Launch each step before the tokens of the one before are known on the host, which schedules
             and hands out tokens meanwhile; a row that ends has then run one step too many. `None`: on a CUDA device.
         warm_up: Call `model.paged.warm_up()` in `patch()`: kernels are compiled and CUDA graphs recorded there, and not
@@ -177,6 +181,8 @@ class PagedConfig:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
         if self.compile_decode and self.cuda_graphs is False:
             raise ValueError("compile_decode=True needs CUDA graphs, got cuda_graphs=False")
+        if self.compile_decode and Version(version("torch")) < Version("2.12.dev0"):  # it can't trace our attention
+            raise ValueError(f"compile_decode=True needs torch 2.12 or later, this is {version('torch')}; use False")
         space = self.adapter_space_gib
         if not _is_number(space) or not 0 <= space < MAX_GIB:
             raise ValueError(f"adapter_space_gib must be a size in GiB of at least 0, below 2**33, got {space!r}")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hf_paged.core import config as config_module
 from hf_paged.core.config import ENV_PREFIX, PagedConfig
 from hf_paged.core.policy import FCFS
 
@@ -230,6 +231,14 @@ def test_names_are_exact(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
         monkeypatch.setenv(name, "8")
     assert PagedConfig.from_settings() == PagedConfig()
     assert len(caplog.messages) == 2 and all("did you mean HF_PAGED_BLOCK_SIZE?" in each for each in caplog.messages)
+
+
+def test_what_an_older_torch_cannot_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_module, "version", lambda _: "2.11.0+cu130")
+    with pytest.raises(ValueError, match=r"needs torch 2.12 or later, this is 2.11.0\+cu130; use False"):
+        PagedConfig(compile_decode=True)
+    monkeypatch.setattr(config_module, "version", lambda _: "2.12.0a0")
+    assert PagedConfig(compile_decode=True).compile_decode
 
 
 # from_settings

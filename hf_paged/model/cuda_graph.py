@@ -238,8 +238,10 @@ class StepGraphs:
         left = f"batches of more than {max(sizes)} rows" if sizes else "decode steps"
         if not is_decode:
             left = f"steps of {shapes[0].tokens} tokens"
-        logger.warning(
-            "hf_paged: %s run without CUDA graphs, since the device has no memory left to record them; patch with "
+        # Large steps of prompts, which are the first to find none, keep the device busy as they are.
+        logger.log(
+            logging.WARNING if is_decode else logging.INFO,
+            "hf_paged: %s run without CUDA graphs, since there is no memory left that graphs may take; patch with "
             "a lower memory_fraction, num_blocks or max_num_seqs",
             left,
         )

@@ -802,7 +802,7 @@ def test_launches_do_not_grow_with_the_batch(
 
 def test_partials_are_kept_and_grow(device: torch.device) -> None:
     """Breaks if each call allocates, or a CUDA graph's scratch is freed by a smaller call."""
-    partials = ops.Partials()
+    partials, device = ops.Partials(), torch.empty(0, device=device).device  # with its index, as launches have it
     with torch.inference_mode():
         first = partials.get(100, device)
     assert first.numel() >= 100 and first.dtype == torch.float32 and first.device.type == device.type

@@ -16,6 +16,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -35,8 +36,10 @@ PACKED = [name for name, model in MODELS.items() if model.runs_packed]
 GREEDY = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None}
 SMALL = {"num_blocks": 128, "block_size": 4}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-# Of experts in float32, torch reads on the host how many rows each has: on a GPU, such steps can't be recorded.
+# Of experts in float32, torch reads on the host how many rows each has, and `gemma3n` copies a number to the device: on
+# a GPU, such steps can't be recorded.
 READ_BACK = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash")
+READ_BACK += ("gemma3n",)
 # Not recorded: of chunks; values narrower than keys. What keeps them from it is said.
 REFUSED = ("llama4",)
 NOT_RECORDED = (*REFUSED, "mimo_v2_flash")
@@ -53,7 +56,10 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         if any(kv_cache.groups.chunks):
             return "need layers of another kind"
         if kv_cache.tensor.device.type == "cuda":
-            made.make = original(attention)
+            record = original(attention)
+            if isinstance(record, str):
+                return record
+            made.make = record
         return made
 
     monkeypatch.setattr(cuda_graph, "recorder", make)
@@ -216,7 +222,7 @@ def test_inputs_are_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tokens_of_all_models(name: str, device: str, recorder: Recorder) -> None:
     """Ragged prompts that end one by one: batches of every size, padded to the next recorded one."""
     prompts = ragged(6)
-    model = patch(name, device, cuda_graphs=None if name in REFUSED else True)
+    model = patch(name, device, cuda_graphs=None if name in NOT_RECORDED else True)
     model.paged.pause()  # all begin together, however slow the machine is
     requests = [
         model.paged.submit(prompt, **GREEDY | {"max_new_tokens": 4 + 2 * index}) for index, prompt in enumerate(prompts)
@@ -235,7 +241,9 @@ def test_tokens_of_all_models(name: str, device: str, recorder: Recorder) -> Non
         graphs = model.paged.core.runner.graphs.held
         assert not recorder.steps and (graphs is None or graphs.reason)
         return
-    assert recorder.sizes == capture_sizes(12)[::-1], "all sizes, once"
+    sizes = capture_sizes(12)[::-1]
+    assert recorder.sizes[: len(sizes)] == sizes, "all sizes, once"
+    assert len(recorder.sizes) <= len(sizes) + (device == "cuda"), "of most, kernels take the step of prompts, too"
     assert len(recorder.steps) >= 13 and set(recorder.steps) > {1, 2, 4}
 
 
@@ -401,6 +409,7 @@ def test_compiled_to_machine_code(name: str, recorder: Recorder) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
+@pytest.mark.skipif(Version(torch.__version__) < Version("2.12.dev0"), reason="refused: it can't trace our attention")
 def test_compiled_on_a_gpu(recorder: Recorder) -> None:
     ids = random_ids(3, 6).cuda()
     model = hf_paged.patch(build("llama").cuda(), **SMALL, compile_decode=True, max_num_seqs=6)

@@ -34,7 +34,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def model_of_many_words() -> Any:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=151_936, num_hidden_layers=1, **sizes)).eval()
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=151_936, num_hidden_layers=1, **sizes)).eval()
+    model.lm_head.weight.data *= 25  # the hundred likeliest words have most of the probability, as in a trained model
+    return model
 
 
 def step(model: Any, ids: torch.Tensor, given: dict[str, Any]) -> tuple[float, list[Any]]:

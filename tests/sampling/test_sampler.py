@@ -6,7 +6,9 @@ The oracle knows one call at a time: its whole batch, every step of it, a genera
 from __future__ import annotations
 
 import copy
+import itertools
 import random
+import statistics
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -300,6 +302,59 @@ def test_top_p_behind_top_k(seed: int) -> None:
     assert torch.equal(found, torch.stack(expected))
     filler = hf.TopPLogitsWarper(0.5, filter_value=-7.0)
     assert torch.equal(process([[filler]], [3], scores, lambda _: scores, list), filler(None, scores))
+
+
+def top_p_beside_its_processor(warper: Any, scores: Tensor) -> int:
+    """Asserts that the shortcut gives the processor's bits; returns how often it called the processor."""
+    settings = {name: getattr(warper, name) for name in ("top_p", "filter_value", "min_tokens_to_keep")}
+    given = Mock(wraps=warper, **settings)
+    expected = warper(None, scores)
+    assert torch.equal(top_p_of_few(given, scores).view(torch.int32), expected.view(torch.int32))
+    return given.call_count
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_top_p_of_many_words(seed: int) -> None:
+    """Would break: another border, since sums are taken in another order; or other tokens of equal scores that stay."""
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    num_calls = {True: [], False: []}
+    for _ in range(40):
+        scores = torch.randn(draw.choice([1, 3]), draw.choice([8192, 20011]), generator=generator)
+        scores *= draw.choice([0.1, 2, 4, 6])
+        is_usual = bool(scores.std() > 3)
+        if draw.random() < 0.2:
+            scores, is_usual = scores.round(), False
+        if draw.random() < 0.1:
+            scores[0, 3], is_usual = draw.choice([float("nan"), float("inf"), -float("inf")]), False
+        warper = hf.TopPLogitsWarper(draw.uniform(0.05, 0.95), min_tokens_to_keep=draw.choice([1, 4]))
+        sums = scores.sort().values.softmax(dim=-1).cumsum(dim=-1)[0]
+        if draw.random() < 0.3 and 0 < (border := 1 - float(sums[-draw.randrange(1, 60)])) < 1:
+            warper.top_p, is_usual = border, False
+        num_calls[is_usual].append(top_p_beside_its_processor(warper, scores))
+    assert sum(num_calls[False]) > 0 and statistics.mean(num_calls[True]) < 0.5, "most are found without a sort"
+
+
+def test_top_p_where_its_sums_are_worst() -> None:
+    """150,000 equal scores that are added one by one, or rounded ones, and a border at every one of the likeliest."""
+    shares = torch.cat([torch.full((150_000,), 0.6 / 150_000), torch.linspace(3e-4, 5e-4, 1000)])[None]
+    rounded = (4 * torch.randn(1, 151_936, generator=torch.Generator().manual_seed(1))).bfloat16().float()
+    for scores in (shares.log(), rounded):
+        sums = scores.sort().values.softmax(dim=-1).cumsum(dim=-1)[0]
+        for place, offset in itertools.product((2, 40, 333), (0.0, 1e-6, -1e-5, 4e-5, -8e-5)):
+            if 0 < (top_p := 1 - float(sums[-place]) + offset) < 1:
+                top_p_beside_its_processor(hf.TopPLogitsWarper(top_p), scores)
+    top_p_beside_its_processor(hf.TopPLogitsWarper(0.5), 5 * torch.randn(2, 9000))
+    half = (5 * torch.randn(2, 9000)).bfloat16()
+    warper = hf.TopPLogitsWarper(0.5)
+    assert torch.equal(top_p_of_few(warper, half), warper(None, half))
+
+
+def test_top_p_of_many_words_and_calls() -> None:
+    calls = [hf.TopPLogitsWarper(value) for value in (0.3, 0.6, 0.9)]
+    scores = torch.randn(3, 9000) * 5
+    scores[1] = 0.0  # any of them may stay
+    expected = torch.cat([warper(None, own[None]) for warper, own in zip(calls, scores, strict=True)])
+    assert torch.equal(process([[warper] for warper in calls], [1] * 3, scores, lambda _: scores, list), expected)
 
 
 def test_calls_that_differ_in_what_is_not_merged() -> None:

@@ -12,7 +12,6 @@ from transformers.pytorch_utils import Conv1D
 from hf_paged.engine.core import EngineCore
 from hf_paged.kernels import cpu_linear
 from hf_paged.kernels.availability import draw_grid, layer_kernels
-from hf_paged.model.fused_rotary import RotaryAttention, calls_rotary
 from hf_paged.model.gpu_layers import GPULayer
 
 # What would change the way of a call, by how its reason begins; where nothing is named, the call needs it.
@@ -108,11 +107,10 @@ def _of_layers(core: EngineCore) -> list[Detour]:
         Detour("layers", f"{count} sets of q, k, v or gate, up projections are multiplied one by one: {reason}")
         for reason, count in core.layers.unjoined.items()
     ]
-    if core.layers.found and bound.placement[1].type == "cuda":
-        rotated = {id(one.module) for one in core.layers.found if isinstance(one, RotaryAttention)}
-        if left := sum(calls_rotary(module) and id(module) not in rotated for module in core.model.modules()):
-            why = "they compute something else than the kernel, or run a user's code"
-            found.append(Detour("layers", f"rotary embeddings of {left} modules are not fused: {why}"))
+    found += [
+        Detour("layers", f"rotary embeddings are not fused in {name}: they compute something else than the kernel")
+        for name in core.layers.other_rotaries
+    ]
     if num_unlike := sum(isinstance(one, GPULayer) and one.is_same is False for one in core.layers.found):
         order = "their own forward computes something else than its modules would in the usual order"
         found.append(Detour("layers", f"{num_unlike} decoder layers are computed module by module: {order}"))

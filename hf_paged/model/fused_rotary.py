@@ -61,21 +61,15 @@ class RotaryAttention(ModuleOverride):
             return self.changed.run(self.module, *args, **kwargs)
 
 
-def calls_rotary(module: nn.Module) -> bool:
-    """Whether a module's forward is one function that calls `apply_rotary_pos_emb`."""
-    forward: Any = type(module).forward
-    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
-        return False
-    return NAME in forward.__code__.co_names and NAME in forward.__globals__
-
-
 def find_rotary(module: nn.Module, survey: Survey) -> RotaryAttention | None:
     """For a module whose forward calls `apply_rotary_pos_emb`, if that computes one of `ROTARIES`."""
     if (kernels := kernels_for(module, survey)) is None:
         return None
-    if not calls_rotary(module):
-        return None
     forward: Any = type(module).forward
+    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
+        return None
+    if NAME not in forward.__code__.co_names or NAME not in forward.__globals__:
+        return None
     if forward not in survey.known:
         rotary = _same_rotary(forward.__globals__, kernels, survey.dtype, survey.device)
         survey.known[forward] = None if rotary is None else ChangedForward(forward, {NAME: rotary})

@@ -89,6 +89,12 @@ class Layers:
         return [] if survey is None else list(survey.found.values())
 
     @property
+    def other_rotaries(self) -> list[str]:
+        """The forwards whose rotary embeddings were tried, and are none that the kernels compute."""
+        known = {} if self._survey is None else self._survey.known
+        return [forward.__qualname__ for forward, changed in known.items() if changed is None]
+
+    @property
     def modules(self) -> list[nn.Module]:
         """All modules of the model."""
         model = self._model()

@@ -307,7 +307,7 @@ def inside_loops(lines: list[str], label: str, branch: str, wanted: str) -> int:
 
 
 def instructions(compiled: Any) -> dict[str, int]:
-    """Loads by width, matrix instructions, and sums of products that are not rounded before."""
+    """Loads by width, matrix instructions, logarithms, and products that are added without being rounded first."""
     ptx = compiled.asm["ptx"]
     found = {
         "copies of 16 bytes": len(re.findall(r"cp\.async\.cg\.shared\.global[^\n]*0x10", ptx)),
@@ -317,6 +317,7 @@ def instructions(compiled: Any) -> dict[str, int]:
         "mma": len(re.findall(r"\bmma\.sync", ptx)),
         "wgmma": len(re.findall(r"wgmma\.mma_async", ptx)),
         "tcgen05": len(re.findall(r"tcgen05\.mma", ptx)),
+        "processor's own log2": len(re.findall(r"lg2\.approx", ptx)),
         "fused in half precision": len(re.findall(r"fma\.rn\.b?f16", ptx)),
     }
     return {name: count for name, count in found.items() if count}

@@ -19,8 +19,8 @@ FP8_FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 FORMATS = FP8_FORMATS | {torch.int8: "int8"}  # of pools that hold codes; of int8 with scales, see `scaled_rows.py`
 MAX_HEAD_DIM = 256
 # With each launch of a kernel: products that are added are one instruction, whatever a release of Triton takes for the
-# default (3.10: not). Not where a result's bits are those of separate operations: the compiler narrows a product that is
-# rounded to bfloat16, and then adds it unrounded.
+# default (3.10: not). `NO_FUSION` is for results whose bits must be those of separate operations: with fusion, the
+# compiler multiplies in bfloat16 and merges that with the addition, so that the product is never rounded.
 FUSION, NO_FUSION = {"enable_fp_fusion": True}, {"enable_fp_fusion": False}
 
 

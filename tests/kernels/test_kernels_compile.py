@@ -30,6 +30,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "decode bf16 int8 d128 b16 g4 m16 window+",
         "write bf16 int8 d128",
         "layers bf16 bf16 d128",
+        "layers fp16 fp16 d128",
         "sampling bf16",
         "latents bf16 bf16 d512 b16 g128",
         "copy",
@@ -91,4 +92,11 @@ def test_loads_are_wide_and_products_are_the_matrix_units(kernels: list[dict[str
 def test_products_are_rounded_before_they_are_added(kernels: list[dict[str, Any]]) -> None:
     """Would break: rotary embeddings that are not the library's bit for bit, and are then left to it."""
     rotary = [row for row in kernels if row["kernel"] in ("rotary", "rotary_write") and row["target"] == "sm_90"]
-    assert rotary and not [row for row in rotary if "fused in half precision" in row["instructions"]]
+    assert len({row["dtype"] for row in rotary}) == 2
+    assert not [row for row in rotary if "fused in half precision" in row["instructions"]]
+
+
+def test_draws_take_the_processors_logarithm(kernels: list[dict[str, Any]]) -> None:
+    """Would break: other draws than torch's, in their last bits, so that torch is left to choose all tokens."""
+    own = {(row["kernel"], row["target"]) for row in kernels if "processor's own log2" in row["instructions"]}
+    assert own == {(kernel, target) for kernel in ("sample", "noise") for target in ("sm_80", "sm_90")}

@@ -20,6 +20,7 @@ NAMES = [field.name for field in fields(PagedConfig)]
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in NAMES:
         monkeypatch.delenv(ENV_PREFIX + name.upper(), raising=False)
+    monkeypatch.setattr(config_module, "version", lambda _: "2.13.0")
 
 
 def set_env(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:

@@ -43,6 +43,7 @@ READ_BACK += ("gemma3n",)
 # Not recorded: of chunks; values narrower than keys. What keeps them from it is said.
 REFUSED = ("llama4",)
 NOT_RECORDED = (*REFUSED, "mimo_v2_flash")
+compiles = pytest.mark.skipif(Version(torch.__version__) < Version("2.12.dev0"), reason="an older torch is refused")
 
 
 @pytest.fixture
@@ -385,6 +386,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     torch.compiler.reset()
 
 
+@compiles
 def test_compiled(recorder: Recorder, compiled: list[dict[str, Any]]) -> None:
     """A few programs for all layers and batch sizes: no more for nine layers than for two."""
     ids = random_ids(3, 6)
@@ -396,6 +398,7 @@ def test_compiled(recorder: Recorder, compiled: list[dict[str, Any]]) -> None:
     assert 0 < counters["stats"]["unique_graphs"] <= 25
 
 
+@compiles
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "qwen3_moe"])
@@ -409,7 +412,7 @@ def test_compiled_to_machine_code(name: str, recorder: Recorder) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(Version(torch.__version__) < Version("2.12.dev0"), reason="refused: it can't trace our attention")
+@compiles
 def test_compiled_on_a_gpu(recorder: Recorder) -> None:
     ids = random_ids(3, 6).cuda()
     model = hf_paged.patch(build("llama").cuda(), **SMALL, compile_decode=True, max_num_seqs=6)
@@ -417,6 +420,7 @@ def test_compiled_on_a_gpu(recorder: Recorder) -> None:
     assert recorder.steps
 
 
+@compiles
 def test_compiled_where_there_are_no_graphs() -> None:
     model = patch(cuda_graphs=None, compile_decode=True)
     with pytest.raises(ValueError, match="compile_decode=True: CUDA graphs need a CUDA device, the model is on cpu"):

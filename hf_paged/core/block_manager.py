@@ -294,6 +294,15 @@ class BlockManager(BlockTables):
             self.log.add("allocated", seq_id, new)
         return new
 
+    def append_within(self, seq_ids: Sequence[int]) -> bool:
+        """Grows sequences by a token each, if all have room for it in blocks of their own; else nothing has changed."""
+        tables = [self.by_id[seq_id] for seq_id in seq_ids]
+        if any(table.num_tokens >= table.own_end for table in tables):
+            return False
+        for table in tables:
+            table.num_tokens += 1
+        return True
+
     def append_need(self, requests: Sequence[tuple[int, int]]) -> int:
         """Blocks that `append` would take for these requests; for swapped sequences: once they are back."""
         needed = 0

@@ -190,9 +190,10 @@ class Scheduler(Sequences):
                     in_flight.add(arrival)
                     continue
             else:
-                longest = max(
-                    [s.num_tokens - s.num_computed_tokens if s.is_wanted else 0 for s in sequences], default=0
-                )
+                counts = [s.num_tokens - s.num_computed_tokens if s.is_wanted else 0 for s in sequences]
+                longest = max(counts, default=0)
+                if longest == 1 and is_open and self._decodes_within(step, group, counts):
+                    continue
             if longest == 0:
                 parked.append(arrival)
             elif not step.admits(group):
@@ -213,6 +214,21 @@ class Scheduler(Sequences):
             # Asked again, because only what ran before it may have given the step its key.
             if group.arrival in queues.ready and step.admits(group):
                 self._rows.run(step, group)
+
+    def _decodes_within(self, step: Step, group: SequenceGroup, counts: list[int]) -> bool:
+        """Adds the next token of all sequences that have one, if the step has room, and they in blocks of their own."""
+        rows = [sequence for sequence, count in zip(group.sequences, counts, strict=True) if count]
+        is_other = step.has_key and group.batch_key != step.batch_key
+        if is_other or group.is_split or len(rows) > min(step.budget, step.num_seqs):
+            return False
+        if not self._manager.append_within([sequence.seq_id for sequence in rows]):
+            return False
+        step.chunks += [(sequence, sequence.num_computed_tokens, 1) for sequence in rows]
+        step.batch_key, step.has_key = group.batch_key, True
+        step.budget -= len(rows)
+        step.num_seqs -= len(rows)
+        self.queues.in_flight.add(group.arrival)
+        return True
 
     # After a step
 

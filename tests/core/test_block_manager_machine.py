@@ -280,6 +280,23 @@ class World:
         self._write(seq_id, token, in_use)
         self._check_evictions(lru)
 
+    def append_within(self, picks: list[int], token: int) -> None:
+        """A token each of some sequences, if all write to blocks of their own."""
+        self.num_operations += 1
+        seq_ids = list(dict.fromkeys(map(self._pick, picks)))
+        num_free, in_use = self.pool.num_free, self._in_use()
+        counts = [len(self.models[seq_id].tokens) for seq_id in seq_ids]
+        done = self.manager.append_within(seq_ids)
+        assert [self.manager.num_tokens(seq_id) for seq_id in seq_ids] == [count + done for count in counts]
+        assert self.pool.num_free == num_free
+        if not done:
+            return
+        for seq_id in seq_ids:
+            model, last = self.models[seq_id], {table[-1] for table in self.manager.block_tables(seq_id)}
+            assert len(model.tokens) % self.block_size > 0 and not model.swapped and not last & {*self.content}
+            self._write(seq_id, token, in_use)
+        self.events["append of several to blocks of their own"] += len(seq_ids) > 1
+
     def _check_evictions(self, lru: list[int]) -> None:
         num_evicted = len(lru) - len(self.lru)
         assert self.lru == lru[num_evicted:], "evicted in the wrong order"
@@ -650,6 +667,7 @@ WEIGHTS = {
     "fork": 6,
     "add": 2,
     "append_token": 8,
+    "append_within": 4,
     "evict": 2,
     "slide": 12,
     "keep_past": 1,
@@ -690,6 +708,8 @@ def random_operation(world: World, rng: random.Random) -> None:
             world.misuse(pick, rng.randrange(17))
         case "append_token":
             world.append_token(pick, rng.randrange(2))
+        case "append_within":
+            world.append_within([rng.randrange(MAX_SEQUENCES) for _ in range(rng.choice((1, 2, 2)))], rng.randrange(2))
         case "evict":
             world.evict(pick, rng.random() < 0.5)
         case "swap_out":
@@ -714,6 +734,7 @@ EVENTS = {
     "fork",
     "append to a block of its own",
     "append of a block",
+    "append of several to blocks of their own",
     "eviction of a sequence",
     "match taken back",
     "swap-out",

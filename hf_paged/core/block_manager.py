@@ -295,7 +295,7 @@ class BlockManager(BlockTables):
         return new
 
     def append_within(self, seq_ids: Sequence[int]) -> bool:
-        """Grows sequences by a token each, if all have room for it in blocks of their own; else nothing has changed."""
+        """Grows different sequences by a token each, if all have room in blocks of their own; else nothing changes."""
         tables = [self.by_id[seq_id] for seq_id in seq_ids]
         if any(table.num_tokens >= table.own_end for table in tables):
             return False

@@ -43,7 +43,7 @@ class Treatment:
         counts_ids: It looks at how often tokens are there: behind the end of a shorter row it is to be given -1.
         least: Settings whose sum is a number of tokens: rows with fewer are processed, all others left as they are,
             and nothing else of the tokens matters. Each row may have its own.
-        shortcut: Calls the processor, merged or not, with less of scores on CPU, where that gives the same.
+        shortcut: Gives what the processor, merged or not, makes of scores on CPU, with less work.
     """
 
     is_batched: bool = False
@@ -117,7 +117,7 @@ def _biases(_processor: Any, _name: str, values: list[Any], to_column: _ToColumn
 
 
 def top_p_of_few(processor: Any, scores: Tensor) -> Tensor:
-    """Scores behind `TopPLogitsWarper`, which sorts, given those alone that are not -inf, if these are few.
+    """Scores behind `TopPLogitsWarper`, which sorts: given those alone that are not -inf, if these are few.
 
     They stand at the same places of a vector as among all, sorted: sums have the same bits. Of equal scores, it depends
     on all of a row which is sorted first: rows where some of them stay, and some don't, are computed as they are.
@@ -140,10 +140,10 @@ def top_p_of_few(processor: Any, scores: Tensor) -> Tensor:
 def _top_p_of_many(processor: Any, scores: Tensor) -> Tensor:
     """The same by the likeliest tokens, summed up in float64.
 
-    The processor sums up all tokens in float32, the least likely first, in `LANES`: each addition adds an error of
-    `2**-24` of the sum so far, at most, which is half of the last one on average. Rows in which a token is so near to
-    the border that this error decides are computed as they are, as are those with equal scores at the border, or with
-    a border beyond these tokens.
+    The processor's softmax sums up all tokens in float32, the least likely first, in `LANES`: each addition adds an
+    error of `2**-24` of the sum so far, at most, which is half of the last one on average. (Its cumulative sums are in
+    float64.) Rows in which a token is so near to the border that this error decides are computed as they are, as are
+    those with equal scores at the border, or with a border beyond these tokens.
     """
     best = scores.topk(LIKELY).values
     top, weights = best[:, :1], (best.double() - best[:, :1]).exp()
@@ -151,7 +151,7 @@ def _top_p_of_many(processor: Any, scores: Tensor) -> Tensor:
     ahead = shares.cumsum(dim=-1) - shares  # of each, what the likelier ones are together
     others = 1 - shares.sum(dim=-1, keepdim=True)
     error = 2.0**-24 * (others * scores.shape[-1] / 2 + LIKELY) / LANES  # of the processor's sum, as a share of it
-    near = (1 - processor.top_p) * error + 2e-6  # and of the exponentials and of our sum, which are in float32
+    near = ((1 - processor.top_p) * error + 2e-6) / (1 - error)  # and of the exponentials and our sum, in float32
     counts = (ahead < processor.top_p).sum(dim=-1, keepdim=True).clamp(min=processor.min_tokens_to_keep)
     last = best.gather(1, counts.clamp(max=LIKELY) - 1)
     is_sure = (counts < LIKELY) & (best.gather(1, counts.clamp(max=LIKELY - 1)) < last)

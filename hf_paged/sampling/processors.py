@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +21,8 @@ from transformers.generation import logits_process
 
 from hf_paged.kernels.transfers import to_device
 from hf_paged.sampling.controls import GeneratedTokenPenalties, TokenBias
+from hf_paged.sampling.top_p import short_top_p
 
-LIKELY = 1024  # tokens among which the border of top-p is looked for
-LANES = 8 if "AVX" in torch.backends.cpu.get_cpu_capability() else 4  # of torch's vectors of float32
 Process = Callable[[Any, Tensor], Tensor]  # scores from the tokens so far and scores, both of some rows
 _ToColumn = Callable[[Sequence[Any], type[np.generic]], Tensor]  # `[rows, 1]` from each processor's value
 
@@ -116,61 +114,6 @@ def _biases(_processor: Any, _name: str, values: list[Any], to_column: _ToColumn
     return process
 
 
-def top_p_of_few(processor: Any, scores: Tensor) -> Tensor:
-    """Scores behind `TopPLogitsWarper`, which sorts: given those alone that are not -inf, if these are few.
-
-    They stand at the same places of a vector as among all, sorted: sums have the same bits. Of equal scores, it depends
-    on all of a row which is sorted first: rows where some of them stay, and some don't, are computed as they are.
-    """
-    if processor.filter_value != -math.inf or scores.dtype is not torch.float32:
-        return processor(None, scores)
-    vocab_size, lanes = scores.shape[-1], 64  # or fewer, that divide it
-    most = max(int((scores != -math.inf).sum(dim=-1).max()), 1)
-    width = lanes + most + (vocab_size - most) % lanes
-    if width > vocab_size // 8:
-        return _top_p_of_many(processor, scores) if vocab_size >= 8 * LIKELY else processor(None, scores)
-    places = scores.topk(width, sorted=False).indices
-    few = scores.gather(1, places)
-    left = processor(None, few)
-    last = left.masked_fill(left == -math.inf, math.inf).amin(dim=-1, keepdim=True)
-    result = scores.scatter(1, places, left)
-    return _top_p_as_is(processor, scores, ((few == last) & (left != last)).any(dim=-1), result)
-
-
-def _top_p_of_many(processor: Any, scores: Tensor) -> Tensor:
-    """The same by the likeliest tokens, summed up in float64.
-
-    The processor's softmax sums up all tokens in float32, the least likely first, in `LANES`: each addition adds an
-    error of `2**-24` of the sum so far, at most, which is half of the last one on average. (Its cumulative sums are in
-    float64.) Rows in which a token is so near to the border that this error decides are computed as they are, as are
-    those with equal scores at the border, or with a border beyond these tokens.
-    """
-    best = scores.topk(LIKELY).values
-    top, weights = best[:, :1], (best.double() - best[:, :1]).exp()
-    shares = weights / (scores - top).exp().sum(dim=-1, keepdim=True)
-    ahead = shares.cumsum(dim=-1) - shares  # of each, what the likelier ones are together
-    others = 1 - shares.sum(dim=-1, keepdim=True)
-    error = 2.0**-24 * (others * scores.shape[-1] / 2 + LIKELY) / LANES  # of the processor's sum, as a share of it
-    near = ((1 - processor.top_p) * error + 2e-6) / (1 - error)  # and of the exponentials and our sum, in float32
-    counts = (ahead < processor.top_p).sum(dim=-1, keepdim=True).clamp(min=processor.min_tokens_to_keep)
-    last = best.gather(1, counts.clamp(max=LIKELY) - 1)
-    is_sure = (counts < LIKELY) & (best.gather(1, counts.clamp(max=LIKELY - 1)) < last)
-    is_sure &= ((ahead - processor.top_p).abs() > near).all(dim=-1, keepdim=True)
-    return _top_p_as_is(processor, scores, ~is_sure[:, 0], scores.masked_fill(scores < last, -math.inf))
-
-
-def _top_p_as_is(processor: Any, scores: Tensor, which: Tensor, result: Tensor) -> Tensor:
-    """`result`, with the rows in `which` computed by the processor itself."""
-    rows = which.nonzero()[:, 0]
-    if len(rows) == len(scores):
-        return processor(None, scores)  # type: ignore[no-any-return]
-    if len(rows):
-        column = processor.top_p
-        own = _with(processor, "top_p", column[rows]) if isinstance(column, Tensor) else processor
-        result[rows] = own(None, scores[rows])
-    return result
-
-
 _ALONE = Treatment()
 _BATCHED = Treatment(is_batched=True, reads_ids=False)
 
@@ -206,7 +149,7 @@ _TREATMENTS = {
     "TemperatureLogitsWarper": _column("temperature", _divisors),
     "TopHLogitsWarper": _ALONE,
     "TopKLogitsWarper": _column("top_k", _top_k),
-    "TopPLogitsWarper": Treatment(True, False, "top_p", _top_p, shortcut=top_p_of_few),
+    "TopPLogitsWarper": Treatment(True, False, "top_p", _top_p, shortcut=short_top_p),
     "TypicalLogitsWarper": _BATCHED,
     "WhisperTimeStampLogitsProcessor": _ALONE,
 }

@@ -28,10 +28,11 @@ import hf_paged
 from helpers.models import VOCAB, build, random_ids
 from hf_paged.sampling import random as draws_of_calls
 from hf_paged.sampling.controls import GeneratedTokenPenalties, TokenBias
-from hf_paged.sampling.processors import _Divisor, merged_processor, needs_ids, process, processor_kinds, top_p_of_few
+from hf_paged.sampling.processors import _Divisor, merged_processor, needs_ids, process, processor_kinds
 from hf_paged.sampling.random import SamplingNoise
 from hf_paged.sampling.sampler import RowSampler, SamplingBatch, sample_tokens
 from hf_paged.sampling.token_table import TokenTable
+from hf_paged.sampling.top_p import short_top_p
 
 TABLE = TokenTable(torch.device("cpu"))
 
@@ -292,7 +293,7 @@ def test_top_p_behind_top_k(seed: int) -> None:
         if draw.random() < 0.5 and 0 < (border := 1 - float(sums[-draw.randrange(1, 60)])) < 1:
             warper.top_p = border
         given = Mock(wraps=warper, top_p=warper.top_p, filter_value=warper.filter_value)
-        found = top_p_of_few(given, scores)
+        found = short_top_p(given, scores)
         assert torch.equal(found.view(torch.int32), warper(None, scores).view(torch.int32))
         assert is_rounded or given.call_args_list[0].args[1].shape[1] <= shape[1] / 8
     calls = [hf.TopPLogitsWarper(value) for value in (0.3, 0.6, 0.9)]
@@ -309,7 +310,7 @@ def top_p_beside_its_processor(warper: Any, scores: Tensor) -> int:
     settings = {name: getattr(warper, name) for name in ("top_p", "filter_value", "min_tokens_to_keep")}
     given = Mock(wraps=warper, **settings)
     expected = warper(None, scores)
-    assert torch.equal(top_p_of_few(given, scores).view(torch.int32), expected.view(torch.int32))
+    assert torch.equal(short_top_p(given, scores).view(torch.int32), expected.view(torch.int32))
     return given.call_count
 
 
@@ -346,7 +347,7 @@ def test_top_p_where_its_sums_are_worst() -> None:
     top_p_beside_its_processor(hf.TopPLogitsWarper(0.5), 5 * torch.randn(2, 9000))
     half = (5 * torch.randn(2, 9000)).bfloat16()
     warper = hf.TopPLogitsWarper(0.5)
-    assert torch.equal(top_p_of_few(warper, half), warper(None, half))
+    assert torch.equal(short_top_p(warper, half), warper(None, half))
 
 
 def test_top_p_of_many_words_and_calls() -> None:

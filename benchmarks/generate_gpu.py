@@ -44,7 +44,6 @@ import common
 import torch
 from common import Family, Point, Report, Row
 from generate import QUANTILES, GenerateBatch, Request, Workload, _in_batches, _without_end
-from packaging.version import Version
 from roofline import decode_operations, roofline_ms
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -274,8 +273,12 @@ def compiled_points(bench: Bench) -> Points:
     """On CPU, where there are no graphs to compile for, as it is."""
     batches = sorted({bench.batches[0], bench.batches[-1]})
     is_compiled = bench.device.type == "cuda"
-    if is_compiled and Version(torch.__version__) < Version("2.12.dev0"):
-        return  # which is refused
+    try:
+        hf_paged.PagedConfig(compile_decode=is_compiled)
+    except ValueError as error:  # of torch
+        refused = {"refused": str(error)}
+        yield Point("compiled", lambda: refused)
+        return
     with patched(bench.model, compile_decode=is_compiled) as how:
         for batch in batches:
             yield Point(f"compiled, {batch}", partial(bench.step, batch, how), {"batch": batch})

@@ -50,7 +50,11 @@ def draw_grid(device: torch.device) -> DrawGrid | str:
     from hf_paged.kernels.row_sampling import draws_agree
 
     grid = DrawGrid.of(device)
-    return grid if draws_agree(grid, device) else f"draws otherwise than torch {torch.__version__} on this device"
+    if draws_agree(grid, device):
+        return grid
+    reason = f"draws otherwise than torch {torch.__version__} on this device"
+    logger.warning("hf_paged: the kernel that chooses tokens %s: torch chooses them, which is slower", reason)
+    return reason
 
 
 @lru_cache

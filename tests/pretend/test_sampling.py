@@ -146,7 +146,9 @@ def test_controls(models: tuple[Any, Any], controls: dict[str, Any]) -> None:
         assert [one.token_id for one in own.logprobs[0]] == [one.token_id for one in others.logprobs[0]]
 
 
-def test_a_device_that_draws_otherwise(models: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_draws_otherwise(
+    models: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Would break: a torch to come that draws in another order, in silence."""
     from hf_paged.kernels import availability, philox, row_sampling
 
@@ -156,3 +158,4 @@ def test_a_device_that_draws_otherwise(models: tuple[Any, Any], monkeypatch: pyt
     assert not row_sampling.draws_agree(philox.DrawGrid(grid.most_threads // 2), device)
     monkeypatch.setattr(row_sampling, "draws_agree", lambda *_: False)
     assert "draws otherwise" in str(availability.draw_grid.__wrapped__(device))
+    assert "which is slower" in caplog.text

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_paged.api.routing import ENGINE
+from hf_paged.api.engine_of import ENGINE
 from hf_paged.engine.call_context import within
 from hf_paged.model.hooks import RowsHook, is_for_rows
 from hf_paged.model.peft_layers import is_tuner

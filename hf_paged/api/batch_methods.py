@@ -14,6 +14,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from hf_paged.api.batch_manager import PagedBatchManager
 from hf_paged.api.batch_request import request_of, with_settings
+from hf_paged.api.engine_of import engine_of
 
 MANAGER = "_cached_continuous_batching_manager"  # of a model: transformers' own name
 
@@ -91,7 +92,7 @@ class PagedBatchMixin:
         adapters = [None] * len(inputs) if adapters is None else adapters
         if len(adapters) != len(inputs):
             raise ValueError(f"got {len(adapters)} adapter_names for {len(inputs)} prompts: give one for each")
-        self.paged.check_adapters([name for name in adapters if name is not None])  # before any prompt runs
+        engine_of(self).check_adapters([name for name in adapters if name is not None])  # before any prompt runs
         config = with_settings(config, kwargs, "generate_batch()") if kwargs else config
         if not inputs:
             return {}
@@ -108,7 +109,7 @@ class PagedBatchMixin:
             tqdm(total=total, disable=not progress_bar, desc=f"Solving {total} requests", unit="request") as bar,
         ):
             order: dict[str, int] = {}  # of the prompts' ids
-            num_each, ahead = total // len(inputs), 2 * self.paged.config.max_num_seqs
+            num_each, ahead = total // len(inputs), 2 * engine_of(self).config.max_num_seqs
             while len(results) < total:
                 for place in range(len(order), min(len(results) // num_each + ahead, len(inputs))):
                     given = {"record_timestamps": record_timestamps, "adapter": adapters[place]}

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.utils import logging
 
+from hf_paged.api.engine_of import engine_of
 from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.engine.call_context import call_context, within
 from hf_paged.engine.draft_model import DraftModel
@@ -38,7 +39,7 @@ def lookup_settings(model: Any, call: PreparedCall) -> LookupSettings | None:
         or ends.max_length != config.max_length
         # transformers looks at other criteria behind the tokens of a step only.
         or (ends.others is not None and len(call.input_ids) == 1)
-        or model.paged.traits.states  # which don't go back
+        or engine_of(model).traits.states  # which don't go back
     ):
         return None
     eos = config._eos_token_tensor
@@ -62,7 +63,7 @@ def draft_model_of(model: Any, call: PreparedCall) -> DraftModel | None:
     config, assistant = call.generation_config, call.others.get("assistant_model")
     if assistant is None or not isinstance(getattr(assistant, "paged", None), Engine):
         return None
-    own: Engine = model.paged
+    own = engine_of(model)
     engine: Engine = assistant.paged
     if (
         engine is own

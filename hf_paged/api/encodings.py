@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
+from hf_paged.api.engine_of import engine_of
 from hf_paged.engine.call_context import call_context
 
 Encodings = dict[Hashable, Tensor]  # by what a row was made of: of the last batch that was encoded in a call
@@ -23,7 +24,7 @@ def encoding(model: Any, inputs: Tensor, mask: Any = None) -> AbstractContextMan
         inputs: `[rows, columns, ...]`, what it reads.
         mask: `[rows, columns]`, if these are tokens; `None`: it hides nothing.
     """
-    core = model.paged.core
+    core = engine_of(model).core
     is_on_cpu = core.bound.placement[1].type == "cpu" and not core.bound.layer_devices and not core.bound.is_offloaded
     if core.encoder is None or not is_on_cpu:
         return nullcontext()
@@ -49,8 +50,8 @@ def encoded(model: Any, features: Tensor, encode: Callable[[], Any]) -> Any:
     if kept is None or not _follows(model):
         with encoding(model, features):
             return encode()
-    with model.paged.core.transaction():
-        weights = model.paged.core.weights_key()
+    with engine_of(model).core.transaction():
+        weights = engine_of(model).core.weights_key()
     keys = [(id(model), weights, _digest(row)) for row in features.detach()]
     if all(key in kept for key in keys):
         return BaseModelOutput(last_hidden_state=torch.stack([kept[key] for key in keys]))

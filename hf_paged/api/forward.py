@@ -11,13 +11,15 @@ from typing import Any
 import torch
 
 from hf_paged.api.encodings import decodes_again, encoded
+from hf_paged.api.engine_of import ENGINE, engine_of
 from hf_paged.api.given_call import forward_call
 from hf_paged.api.own_forward import TriedCall
 from hf_paged.api.rank_calls import forward_on_ranks, run_in_turn
-from hf_paged.api.routing import ENGINE, run_stock
+from hf_paged.api.routing import run_stock
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.engine.call_context import call_context
+from hf_paged.engine.engine import Engine
 from hf_paged.model.cache_argument import cache_argument
 
 
@@ -58,7 +60,8 @@ def _forward_paged(self: Any, cache: PagedCache, signature: inspect.Signature, g
     """A forward over a `PagedCache`, by the engine; `given`: the arguments as bound to the original's signature."""
     given = _by_name(signature, given)
     return_dict = given.pop("return_dict", None)
-    output = forward_on_ranks(self.paged, cache, given, functools.partial(_run_paged, self, cache, dict(given)))
+    engine = engine_of(self)
+    output = forward_on_ranks(engine, cache, given, functools.partial(_run_paged, self, engine, cache, dict(given)))
     wants_tuple = return_dict is False or (return_dict is None and not self.config.return_dict)
     return output.to_tuple() if wants_tuple else output
 
@@ -91,11 +94,11 @@ def _by_name(signature: inspect.Signature, given: dict[str, Any]) -> dict[str, A
     return named | {name: value for table in variable for name, value in given.get(table, {}).items()}
 
 
-def _run_paged(self: Any, cache: PagedCache, given: dict[str, Any]) -> Any:
+def _run_paged(self: Any, engine: Engine, cache: PagedCache, given: dict[str, Any]) -> Any:
     call = forward_call(self, cache, given)
-    if self.paged.traits.one_by_one and call.tokens.shape[1] > 1:
+    if engine.traits.one_by_one and call.tokens.shape[1] > 1:
         raise UnsupportedCallError("this model's decoder is given its tokens one by one over a PagedCache")
-    output = self.paged.forwards.forward(cache, call)
+    output = engine.forwards.forward(cache, call)
     if call.twin is not None:
         cache.state = call.twin.state()
     return output

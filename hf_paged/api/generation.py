@@ -29,9 +29,10 @@ from transformers.generation import GenerationMode
 
 from hf_paged.api.batch_methods import PagedBatchMixin
 from hf_paged.api.encodings import decodes_again, encoded, encoding
+from hf_paged.api.engine_of import engine_of
 from hf_paged.api.loops import prepare, run_call
 from hf_paged.api.rank_calls import run_on_ranks
-from hf_paged.api.routing import ENGINE, fall_back, why_not_stateful, why_stock
+from hf_paged.api.routing import fall_back, why_not_stateful, why_stock
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.interrupts import allowed_interrupt, deferred_interrupt
 from hf_paged.engine.call_context import call_context, within
@@ -42,14 +43,6 @@ from hf_paged.model.host_call import HostCall
 from hf_paged.sampling.random import DRAWS
 
 _CPU = torch.device("cpu")
-
-
-def _engine_of(model: Any) -> Engine:
-    """The engine, within a call. Raises `RuntimeError` if the model has been unpatched meanwhile."""
-    engine: Engine | None = vars(model).get(ENGINE)
-    if engine is None or not isinstance(model, PagedGenerationMixin):
-        raise RuntimeError("the model was unpatched while this call was running")
-    return engine
 
 
 def _decoding(loop: str) -> Callable[..., Any]:
@@ -64,7 +57,7 @@ def _decoding(loop: str) -> Callable[..., Any]:
         generation_config: GenerationConfig,
         **kwargs: Any,
     ) -> Any:
-        engine, context = _engine_of(self), call_context()
+        engine, context = engine_of(self), call_context()
         host, context.host = context.host, None
         # GenerationMixin.generate(model) goes past the patched class's own, which notes them.
         states = context.states or DRAWS.states(engine.core.generator_devices)
@@ -131,8 +124,7 @@ class PagedGenerationMixin(PagedBatchMixin):
     @property
     def paged(self) -> Engine:
         """The engine behind this model."""
-        engine: Engine = self.__dict__[ENGINE]
-        return engine
+        return engine_of(self)
 
     def _prepare_generation_config(
         self: Any, generation_config: GenerationConfig | None, **kwargs: Any
@@ -143,7 +135,7 @@ class PagedGenerationMixin(PagedBatchMixin):
             value = getattr(prepared, name)
             if value is not None and (not isinstance(value, Integral) or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-            most = _engine_of(self).config.max_branches
+            most = engine_of(self).config.max_branches
             if value is not None and most is not None and int(value) > most:
                 raise ValueError(f"{name}={value} is above max_branches, which is {most} here: ask for fewer")
         return prepared, others
@@ -170,7 +162,7 @@ class PagedGenerationMixin(PagedBatchMixin):
         self: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any], verifies_drafts: bool
     ) -> bool:
         """Whether it has made a `PagedCache`, for transformers has nothing to do then."""
-        engine = _engine_of(self)
+        engine = engine_of(self)
         engine.forwards.look_at_hooks()
         name = engine.core.bound.cache_argument
         given = model_kwargs.get(name)
@@ -221,7 +213,7 @@ class PagedGenerationMixin(PagedBatchMixin):
         if generation_config.stop_strings is not None and not any(
             type(item) is StopStringCriteria for item in stopping_criteria or ()
         ):
-            core = _engine_of(self).core
+            core = engine_of(self).core
             device = _CPU if call_context().hides_device else core.bound.placement[1]
             own = core.stop_strings.criterion(tokenizer, generation_config.stop_strings, device)
         if own is None:
@@ -247,7 +239,7 @@ class PagedGenerationMixin(PagedBatchMixin):
                 f"generation_config must be a GenerationConfig or None, got {config!r:.80}; give single settings by "
                 "name, as max_new_tokens=20"
             )
-        core, is_submitted = self.paged.core, call_context().is_submitted  # its prompt is on the CPU
+        core, is_submitted = engine_of(self).core, call_context().is_submitted  # its prompt is on the CPU
         if not is_submitted:
             core.check_outside()
         device, wrapper = core.bound.placement[1], core.bound.wrapper

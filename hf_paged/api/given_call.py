@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_paged.api.engine_of import engine_of
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.sequence import Source
 from hf_paged.kernels.transfers import to_host
@@ -75,7 +76,8 @@ def check_continuation(cache: PagedCache, tokens: Tensor, mask: Tensor | None) -
 
 def forward_call(self: Any, cache: PagedCache, given: dict[str, Any]) -> ForwardCall:
     """The arguments of a forward over a `PagedCache` (by name; taken out of the dict), to be looked at."""
-    sources = _take_sources(self, cache, given) if self.paged.core.bound.source_tap is not None else None
+    bound = engine_of(self).core.bound
+    sources = _take_sources(bound, cache, given) if bound.source_tap is not None else None
     call = ForwardCall(
         input_ids=given.pop("input_ids", None),
         inputs_embeds=given.pop("inputs_embeds", None),
@@ -85,7 +87,7 @@ def forward_call(self: Any, cache: PagedCache, given: dict[str, Any]) -> Forward
         sources=sources,
     )
     check_tokens(call.tokens)
-    if not self.paged.core.bound.chooses_logits:  # its forward ignores it
+    if not bound.chooses_logits:  # its forward ignores it
         call.logits_to_keep = 0
     for name in (*CACHE_ARGUMENTS, "use_cache", *IGNORED_BY_FORWARD):
         given.pop(name, None)
@@ -94,18 +96,18 @@ def forward_call(self: Any, cache: PagedCache, given: dict[str, Any]) -> Forward
             given[name] = True  # asked for by the config
     # Arguments at their neutral value ask for nothing; the rest needs the model's own forward.
     call.others = {name: value for name, value in given.items() if is_given(value)}
-    if self.paged.core.bound.cache_argument != "past_key_values":
+    if bound.cache_argument != "past_key_values":
         call = call.behind(cache.get_seq_length())
-    if self.paged.core.bound.wrapper is not None:
-        _look_inside(self, cache, call)
+    if bound.wrapper is not None:
+        _look_inside(self, bound, cache, call)
     call.on_host()  # before anything is locked
     return call
 
 
 @torch.no_grad()
-def _take_sources(self: Any, cache: PagedCache, given: dict[str, Any]) -> list[Source] | None:
+def _take_sources(bound: Any, cache: PagedCache, given: dict[str, Any]) -> list[Source] | None:
     """What the rows' encoder has read, at their first forward; what is left in the dict is told to the decoder."""
-    bound, sources = self.paged.core.bound, None
+    sources = None
     if cache.get_seq_length() == 0:
         told = {name: value for name, value in given.items() if not name.startswith("output_") and name != "labels"}
         sources = sources_of(*bound.reach_decoder({**told, "past_key_values": None, "use_cache": False}))
@@ -120,9 +122,8 @@ def _take_sources(self: Any, cache: PagedCache, given: dict[str, Any]) -> list[S
 
 
 @torch.no_grad()
-def _look_inside(self: Any, cache: PagedCache, call: ForwardCall) -> None:
+def _look_inside(self: Any, bound: Any, cache: PagedCache, call: ForwardCall) -> None:
     """Finds out what a wrapper hands to its language model, unless that is the ids of the call and nothing else."""
-    bound = self.paged.core.bound
     wrapper = bound.wrapper
     asked = {name for name in call.others if name == "labels" or name.startswith("output_")}
     is_text = not call.others.keys() - asked and call.position_ids is not None

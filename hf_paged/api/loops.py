@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig, StoppingCriteriaList
 
 from hf_paged.api.drafting import can_do_without_drafts
+from hf_paged.api.engine_of import engine_of
 from hf_paged.api.given_call import check_continuation, check_tokens
 from hf_paged.api.routing import engine_rows, fall_back, rows_may_leave, why_loop
 from hf_paged.attention.cache import PagedCache
@@ -46,7 +47,7 @@ class RetiringCriteria(StoppingCriteriaList):
 
 def prepare(model: Any, call: PreparedCall) -> PreparedCall:
     """Decides how a call runs: as rows that the engine drives, or by transformers' loop."""
-    engine: Engine = model.paged
+    engine = engine_of(model)
     if engine.traits.one_by_one and call.cache is not None and call.cache.owned_by_call and call.input_ids.shape[1] > 1:
         _give_stock(engine, call, "its decoder takes a prompt of several tokens otherwise than one after another")
     if call.cache is not None:

@@ -17,6 +17,8 @@ from typing import Any, NoReturn
 import torch
 from transformers import PreTrainedConfig
 
+from hf_paged.api.engine_of import engine_of
+
 _CONSTANTS = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, PreTrainedConfig)
 _CODE = (type, ModuleType, BuiltinFunctionType)
 _WRITES = ("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL")
@@ -32,7 +34,7 @@ def hands_on(model: Any) -> bool:
     forward, trial = vars(model)["forward"], TriedCall(model)
     forward = getattr(forward, "stands_in_for", forward)  # of exact training, which passes on what that would
     try:
-        if not _holds_nothing(forward, model.paged.core.bound.model, set()):
+        if not _holds_nothing(forward, engine_of(model).core.bound.model, set()):
             return False
         result = forward(**object.__getattribute__(trial, "given"))
     except (Exception, _Looked):
@@ -62,7 +64,7 @@ class TriedCall(_Placeholder):
 
     def __init__(self, model: Any) -> None:
         """A call as transformers' loops make it."""
-        bound = model.paged.core.bound
+        bound = engine_of(model).core.bound
         names = {"input_ids": True, "attention_mask": True}
         names |= {"position_ids": bound.takes_positions, "logits_to_keep": bound.chooses_logits}
         given: dict[str, Any] = {name: _Placeholder() for name, is_taken in names.items() if is_taken}
@@ -82,7 +84,7 @@ class TriedCall(_Placeholder):
 
 def _surroundings(model: Any) -> Any:
     """The settings that a forward is computed in, and that code around it may have changed."""
-    return model.paged.core.batch_key(), torch.get_default_dtype(), model.training
+    return engine_of(model).core.batch_key(), torch.get_default_dtype(), model.training
 
 
 def _holds_nothing(value: Any, model: Any, seen: set[FunctionType]) -> bool:

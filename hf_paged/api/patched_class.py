@@ -8,9 +8,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_paged.api.batch_methods import MANAGER
+from hf_paged.api.engine_of import ENGINE
 from hf_paged.api.forward import paged_forward
 from hf_paged.api.generation import PagedGenerationMixin
-from hf_paged.api.routing import ENGINE
 from hf_paged.core.config import PagedConfig
 from hf_paged.core.interrupts import deferred_interrupt
 from hf_paged.engine.engine import Engine

@@ -10,6 +10,7 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from hf_paged.api.drafting import ASSISTED_ARGUMENTS, draft_model_of, lookup_settings
+from hf_paged.api.engine_of import engine_of
 from hf_paged.api.given_call import IGNORED_BY_FORWARD, forward_call, is_given
 from hf_paged.api.own_forward import hands_on
 from hf_paged.core.errors import UnsupportedCallError
@@ -32,8 +33,6 @@ from hf_paged.sampling.processors import RowEnds, are_row_wise, ends_together, p
 
 logger = logging.get_logger(__name__)
 
-ENGINE = "_hf_paged_engine"  # of a patched model, in its `__dict__`
-
 # Of models: what transformers' loops call between two forwards.
 _LOOP_METHODS = (
     *("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_sample"),
@@ -48,9 +47,9 @@ def why_stock(model: Any, generation_config: GenerationConfig, cache: Any, verif
 
     `verifies_drafts`: it is the assisted decoding of one prompt.
     """
-    if model.paged.traits.runs_stock:
-        return f"the pool is not for this {base_class(model).__name__} ({model.paged.traits.why_padded})"
-    if (generation_config.is_assistant or verifies_drafts) and model.paged.traits.states:
+    if engine_of(model).traits.runs_stock:
+        return f"the pool is not for this {base_class(model).__name__} ({engine_of(model).traits.why_padded})"
+    if (generation_config.is_assistant or verifies_drafts) and engine_of(model).traits.states:
         return "drafts of a model whose layers keep a state are taken back"
     if cache is not None:
         return f"past_key_values is a {type(cache).__name__}"
@@ -63,14 +62,14 @@ def why_stock(model: Any, generation_config: GenerationConfig, cache: Any, verif
     if _peft_type(model) in ("PREFIX_TUNING", "CARTRIDGE"):
         return "its PEFT adapter brings learned keys and values in a cache of its own"
     if (
-        model.paged.traits.cross
+        engine_of(model).traits.cross
         and generation_config.output_hidden_states
         and generation_config.return_dict_in_generate
     ):
         return "output_hidden_states=True of a model with an encoder"
-    if model.paged.traits.cross and model.paged.core.weights_version.needs_rows:
+    if engine_of(model).traits.cross and engine_of(model).core.weights_version.needs_rows:
         return "hooks on inner modules of a model with an encoder that are not marked by hf_paged.packed_hook"
-    if model.paged.ranks is not None and (reason := _why_stock_on_ranks(model, generation_config)):
+    if engine_of(model).ranks is not None and (reason := _why_stock_on_ranks(model, generation_config)):
         return f"{reason} over several processes (tp_plan)"
     if model.training and is_stochastic(model):
         return "the model is in training mode with dropout or gradient checkpointing (call model.eval())"
@@ -83,7 +82,7 @@ def _why_stock_on_ranks(model: Any, generation_config: GenerationConfig) -> str 
         return "output_hidden_states=True"
     if generation_config.guidance_scale not in (None, 1):
         return f"guidance_scale={generation_config.guidance_scale}"
-    if model.paged.core.weights_version.needs_rows:
+    if engine_of(model).core.weights_version.needs_rows:
         return "hooks on the model's inner modules that are not marked by hf_paged.packed_hook"
     return None
 
@@ -154,10 +153,10 @@ def engine_rows(model: Any, call: PreparedCall) -> CallRows | None:
     known = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "streamer"}
     known |= {*CACHE_ARGUMENTS, *IGNORED_BY_FORWARD, *(ASSISTED_ARGUMENTS if call.is_assisted else ())}
     is_text = not any(is_given(call.others[name]) for name in call.others.keys() - known)
-    wrapper = model.paged.core.bound.wrapper
+    wrapper = engine_of(model).core.bound.wrapper
     given, padding = None, None
     sources: list[Source] = []
-    if model.paged.traits.cross:
+    if engine_of(model).traits.cross:
         forward = None if call.is_assisted else _first_forward(model, call)
         if forward is not None and forward.sources is not None:
             sources, padding = forward.sources, _padding(call, has_axes=False)
@@ -177,7 +176,7 @@ def engine_rows(model: Any, call: PreparedCall) -> CallRows | None:
         input_ids=call.input_ids if given is None else to_host([call.input_ids])[0],
         given=given,
         sources=sources,
-        places_by_column=model.paged.traits.places_by_column,
+        places_by_column=engine_of(model).traits.places_by_column,
         padding=padding,
         num_samples=_fan_out(config),
         processors=call.processors,
@@ -194,7 +193,7 @@ def engine_rows(model: Any, call: PreparedCall) -> CallRows | None:
 
 def why_loop(model: Any, call: PreparedCall) -> str:
     """Why `engine_rows` has none for a call."""
-    engine, others = model.paged, (*call.processors, *call.criteria)
+    engine, others = engine_of(model), (*call.processors, *call.criteria)
     foreign = sorted({type(each).__name__ for each in others if not are_row_wise([each])})
     reasons = (
         (not engine.traits.is_batched, "rows of the model depend on those beside them"),
@@ -211,7 +210,7 @@ def why_loop(model: Any, call: PreparedCall) -> str:
 
 def _is_plain_call(model: Any, call: PreparedCall) -> bool:
     """Whether each row may run ahead of the others, and each step calls the model with the next tokens alone."""
-    engine: Engine = model.paged
+    engine = engine_of(model)
     assert call.cache is not None
     return (
         engine.forwards.is_batched()
@@ -260,7 +259,7 @@ def _padding(call: PreparedCall, has_axes: bool) -> list[int] | None:
 
 def _given_prompts(model: Any, call: PreparedCall) -> list[GivenPrompt] | None:
     """The prompts of a call to a multimodal model, if the engine can go on with its rows by itself."""
-    forward, core = _first_forward(model, call), model.paged.core
+    forward, core = _first_forward(model, call), engine_of(model).core
     if forward is None:
         return None
     let_caller_first(core.pool.kv_device)

@@ -718,7 +718,8 @@ def test_unpatch_while_requests_run(make_pair: MakePair) -> None:
     calls: list[dict[str, Any]] = [{}, {"num_beams": 2}, {"logits_processor": [NextToken()]}]
     ids = random_ids(1, 6)
     given = {"max_new_tokens": 60} | ENDLESS
-    engine = pair.engine
+    engine, forward = pair.engine, type(pair.paged).forward  # as a loop has looked it up
+    cache = hf_paged.PagedCache(pair.paged)
     with Gate(2) as gate, brake.at(step=8) as reached:
         requests = [engine.submit(ids, **given, **more) for more in (*calls, *calls, gate.arguments)]
         futures = [in_background(pair.paged.generate, ids, **given, **more) for more in calls]
@@ -734,6 +735,9 @@ def test_unpatch_while_requests_run(make_pair: MakePair) -> None:
         else:
             assert torch.equal(future.result(), pair.stock.generate(ids, **given, **more))
     assert type(pair.paged) is type(pair.stock)
+    with pytest.raises(RuntimeError, match="unpatched while"):
+        forward(pair.paged, ids, past_key_values=cache)
+    del cache
     assert torch.equal(pair.paged.generate(ids, max_new_tokens=9), pair.stock.generate(ids, max_new_tokens=9))
     gc.collect()
     engine.check_invariants()

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from hf_paged.api.given_call import OUTPUTS
 from hf_paged.api.patched_class import attach, detach
 from hf_paged.api.probe import Trial
 from hf_paged.api.tiny_model import LENGTHS, LONGEST, error_text, logits
@@ -58,6 +59,8 @@ def why_not_exact(model: PreTrainedModel, trial: Trial) -> tuple[str, ...]:
         loaded = dtype
         if device.type == "meta":
             dtype, device = torch.float32, torch.device("cpu")
+        if asked := [name for name in OUTPUTS if getattr(model.config, name, False)]:
+            return (f"config.{asked[0]}=True asks its own code for more than logits in each forward",)
         reasons = list(_of_steps(trial.traits, dtype, device)) or (_of_trial(*trial.tiny, dtype) if trial.tiny else [])
         return (*reasons, *_of_modules(model, loaded))
     except Exception as error:

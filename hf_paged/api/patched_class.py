@@ -79,9 +79,11 @@ def detach(model: Any) -> None:
     """Undoes `attach`. Live `PagedCache` objects keep the engine's pool until they are dropped.
 
     Raises:
-        RuntimeError: This thread is inside a step of the model.
+        RuntimeError: This thread is inside a step of the model, or the model is inside `exact_training`.
     """
     model.paged.core.bound.check_outside()
+    if model.paged.exact_forwards is not None:
+        raise RuntimeError("the model is inside exact_training: leave it before you unpatch the model")
     model.destroy_cached_continuous_batching_manager()
     model.__class__ = base_class(model)
     rebind(model, type(model).forward)

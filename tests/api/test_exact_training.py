@@ -261,6 +261,10 @@ def test_what_a_config_asks_for_is_refused(name: str) -> None:
         with pytest.raises(ValueError, match=f"{name}=True"):
             model(input_ids=ids, labels=ids)
         assert model(input_ids=ids, labels=ids, **{name: False}).loss.requires_grad
+        with pytest.raises(RuntimeError, match="leave it before you unpatch"):
+            hf_paged.unpatch(model)
+    assert any(f"config.{name}=True" in why for why in hf_paged.is_supported(model).why_not_exact)
+    assert not hf_paged.api.patching.is_patched(hf_paged.unpatch(model))
 
 
 def test_models_refused() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_paged.attention.metadata import AttentionMetadata
+from hf_paged.attention.metadata import AttentionMetadata, RecordedMetadata
 from hf_paged.attention.params import AttentionParams
 from hf_paged.kernels import reference
 from hf_paged.kernels.latent_maps import LatentMaps
@@ -41,8 +41,10 @@ class LatentPlan:
 
     @classmethod
     def of(cls, metadata: AttentionMetadata, maps: LatentMaps, device: torch.device) -> LatentPlan:
-        """Chooses the cheaper way of each sequence."""
+        """Chooses the cheaper way of each sequence. Of a recorded step, whose lengths are not known: one for all."""
         num_sequences = len(metadata.host_seq_lens)
+        if isinstance(metadata, RecordedMetadata):
+            return cls(metadata.of_all_tokens(), None, [])
         if metadata.num_decodes == num_sequences:
             return cls(metadata, None, [])
         is_expanded = maps.is_expanded(metadata.host_query_lens, metadata.host_seq_lens)

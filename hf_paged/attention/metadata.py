@@ -144,6 +144,11 @@ class AttentionMetadata:
         size, positions = self.block_size, self._positions
         return self.host_tables[self._token_rows, positions // size] * size + positions % size
 
+    @property
+    def host_tokens(self) -> tuple[np.ndarray, np.ndarray]:
+        """`[T]` int64 each: the row of each new token, and how many tokens its sequence has up to it."""
+        return self._token_rows, self._positions + 1
+
     @lazy
     def slot_mapping(self) -> Tensor:
         return to_device(self.host_slots, self.device)
@@ -331,9 +336,14 @@ class RecordedMetadata(AttentionMetadata):
     """Metadata of recorded steps of one shape: what is written into its tensors is the next step.
 
     Of such a step any number of sequences decode: `num_decodes` says only whether all do.
+
+    Attributes:
+        each_token: `[T]` int64 and `[T]` int32: the row of each new token, and how many tokens its sequence has up to it;
+            `None`: all sequences decode.
     """
 
     is_recorded = True
+    each_token: tuple[Tensor, Tensor] | None = None
     shared_prefixes = None  # the tables of steps to come are not known
 
     def __init__(
@@ -375,10 +385,19 @@ class RecordedMetadata(AttentionMetadata):
         other.slot_mapping, other.block_tables = slot_mapping, block_tables
         return other
 
+    def of_all_tokens(self) -> RecordedMetadata:
+        """Each new token as a sequence that ends with it. Gathers their tables, so each step has to ask anew."""
+        if self.each_token is None:
+            return self
+        other, (rows, lens) = copy.copy(self), self.each_token
+        other.block_tables, other.seq_lens, other.num_decodes = self.block_tables[rows], lens, len(lens)
+        other._lists = self._lists.of_tokens()
+        return other
+
     @property
-    def kinds(self) -> tuple[list[WorkKind], list[WorkKind]]:
-        """Of the lists that steps come with: of decoding sequences, and of all others."""
-        return list(self._lists.work), list(self._lists.queries)
+    def kinds(self) -> tuple[list[WorkKind], list[WorkKind], list[WorkKind]]:
+        """Of the lists that steps come with: of decoding sequences, of all others, and of tokens by themselves."""
+        return list(self._lists.work), list(self._lists.queries), list(self._lists.tokens)
 
     def decode_work(self, kind: WorkKind, together: Together | None = None) -> DecodeWork:
         """As for any step; nothing is read together. Raises `RuntimeError` for a kind that steps don't come with."""
@@ -395,6 +414,7 @@ class WorkLists:
     Attributes:
         work: Of decoding sequences, by their kind.
         queries: Of all others.
+        tokens: Of new tokens, each as a sequence.
         live: The step that is run to find out what layers ask for.
     """
 
@@ -402,9 +422,14 @@ class WorkLists:
         self,
         work: dict[WorkKind, DecodeWork],
         queries: dict[WorkKind, DecodeWork],
+        tokens: dict[WorkKind, DecodeWork],
         live: AttentionMetadata | None = None,
     ) -> None:
-        self.work, self.queries, self.live = work, queries, live
+        self.work, self.queries, self.tokens, self.live = work, queries, tokens, live
+
+    def of_tokens(self) -> WorkLists:
+        live = self.live and self.live.of_tokens(np.arange(self.live.num_queries))
+        return WorkLists(self.tokens, {}, {}, live)
 
     def of(self, kind: WorkKind, lists: dict[WorkKind, DecodeWork], make: Callable[..., DecodeWork]) -> DecodeWork:
         if kind not in lists:

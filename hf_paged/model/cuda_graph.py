@@ -87,7 +87,7 @@ class StepGraphs:
 
         Args:
             max_num_seqs: Sequences of a step at most.
-            max_tokens: Tokens of a step at most.
+            max_tokens: Tokens of a step at most; larger ones are run eagerly, but for decode steps.
             max_blocks: Blocks of a sequence.
             record: Makes a recording of a function.
             why_no_others: Why only decode steps can be recorded; `None`: all can.
@@ -173,7 +173,7 @@ class StepGraphs:
             return next(shape for shape in self._decodes if shape.rows >= step.num_rows)
         tokens = next((size for size in self._token_sizes if size >= step.num_tokens), None)
         if tokens is None:
-            return "more tokens than max_num_batched_tokens"
+            return f"more than {self._token_sizes[-1]} tokens, prompts or drafts among them"
         rows = wanted = min(tokens, self.max_rows)
         if len(step.wanted) > wanted:
             if tokens > MOST_WANTED:

@@ -133,6 +133,7 @@ class GraphRunner:
         max_blocks = min(kv_cache.num_blocks, -(-self._model.max_context // kv_cache.block_size))
         max_num_seqs = min(config.max_num_seqs, kv_cache.num_blocks)
         max_tokens = min(config.max_num_batched_tokens, max_num_seqs * self._model.max_context)
+        max_tokens = self._model.most_recorded(max_tokens)
         model, packed, pool = self._model, self._packed, weakref.ref(attention)
 
         def forward(

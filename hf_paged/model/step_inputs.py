@@ -190,6 +190,7 @@ class StepInputs:
         num_pages: int = 0,
         work: Sequence[WorkKind] = (),
         queries: Sequence[WorkKind] = (),
+        by_token: Sequence[WorkKind] = (),
     ) -> None:
         """Allocates.
 
@@ -197,11 +198,12 @@ class StepInputs:
             num_pages: Pages of a sequence's state; 0: there are no states.
             work: Kinds of lists that steps come with, of decoding sequences.
             queries: Of all others.
+            by_token: Of new tokens, each as a sequence.
         """
         self.shape, self._tables = shape, tables
-        self._work, self._queries = list(work), list(queries)
+        self._work, self._queries, self._by_token = list(work), list(queries), list(by_token)
         rows, tokens, wanted, _ = shape
-        lines = {"ids": tokens, "positions": tokens, "places": tokens, "wanted": wanted}
+        lines = {"ids": tokens, "positions": tokens, "places": tokens, "wanted": wanted, "token_rows": tokens}
         arrays: dict[Any, tuple[tuple[int, ...], torch.dtype]] = {
             name: ((size,), torch.int64) for name, size in lines.items()
         }
@@ -212,11 +214,15 @@ class StepInputs:
         arrays |= {
             "adapters": ((tokens,), torch.int32),
             "lens": ((rows,), torch.int32),
+            "token_lens": ((tokens,), torch.int32),
             "starts": ((rows + 1,), torch.int32),
         }
         for kind in self._work:
             arrays["items", kind] = (kind.max_items(rows), 4), torch.int32
             arrays["split", kind] = (kind.max_split(rows), 4), torch.int32
+        for kind in self._by_token:
+            arrays["token_items", kind] = (kind.max_items(tokens), 4), torch.int32
+            arrays["token_split", kind] = (kind.max_split(tokens), 4), torch.int32
         for kind in self._queries:
             num_tiles = (tokens + rows * (kind.queries - 1)) // kind.queries
             arrays["query_items", kind] = (kind.max_items(num_tiles), 8), torch.int32
@@ -231,14 +237,15 @@ class StepInputs:
             live: The step that they are now, to find out what lists of work its layers ask for.
         """
         own, (rows, _, _, longest), tables = self._mirror.device, self.shape, self._tables
-        work, queries = (
+        work, queries, by_token = (
             {kind: DecodeWork(own[items, kind], own[split, kind], kind.max_parts) for kind in kinds}
             for kinds, items, split in (
                 (self._work, "items", "split"),
                 (self._queries, "query_items", "query_split"),
+                (self._by_token, "token_items", "token_split"),
             )
         )
-        lists = WorkLists(work, queries, live)
+        lists = WorkLists(work, queries, by_token, live)
         slots = [own["slots", group] for group in range(len(tables.tensor))]
         first = RecordedMetadata(
             slots[0],
@@ -250,6 +257,8 @@ class StepInputs:
             longest,
             lists,
         )
+        if not self.shape.is_decode:
+            first.each_token = own["token_rows"], own["token_lens"]
         others = map(first.of_group, slots[1:], tables.tensor[1:, :rows])
         return own["ids"], own["positions"], [first, *others]
 
@@ -289,8 +298,12 @@ class StepInputs:
             host["starts"][: rows + 1], host["starts"][rows + 1 :] = first.host_start_loc, tokens
             host["wanted"][: len(step.wanted)], host["wanted"][len(step.wanted) :] = step.wanted, 0
             decoding = decoding[: first.num_decodes]
+            host["token_rows"][:tokens], host["token_lens"][:tokens] = first.host_tokens
+            host["token_rows"][tokens:], host["token_lens"][tokens:] = 0, 1
         for kind in self._work:
             self._fill_list("items", "split", kind, *share_out(decoding, kind))
+        for kind in self._by_token:
+            self._fill_list("token_items", "token_split", kind, *share_out(first.host_tokens[1], kind))
         for kind in self._queries:
             self._fill_list("query_items", "query_split", kind, *first.host_query_work(kind))
         if chosen is not None:

@@ -48,7 +48,8 @@ class StepMemory:
         uses_graphs = self._config.cuda_graphs is not False and bound.why_unrecorded is None and bound.runs_known_code
         if uses_graphs:
             max_blocks, records_all = -(-bound.max_context // block_size), bound.why_only_decodes is None
-            activations = self.activation_bytes(num_tokens if records_all else min(rows, num_tokens))
+            most = max(min(rows, num_tokens), bound.most_recorded(num_tokens) if records_all else 0)
+            activations = self.activation_bytes(most)
             wanted = rows + MOST_WANTED if records_all and rows < MOST_WANTED < num_tokens else rows
             taken = graph_bytes(activations, wanted, *logits) + input_bytes(num_tokens, rows, max_blocks, num_groups)
             self.for_graphs = activations, taken
@@ -122,10 +123,10 @@ def graph_bytes(activations: int, wanted: int, vocab_size: int, itemsize: int) -
 
 def input_bytes(num_tokens: int, rows: int, max_blocks: int, groups: int = 1) -> int:
     """What graphs read: of all shapes, whose tokens are some five times those of the largest together,
-    `5 * num_tokens * (36 + 8 * groups)`; and an int32 block table a row twice (as sent, and in its place) for each
+    `5 * num_tokens * (48 + 8 * groups)`; and an int32 block table a row twice (as sent, and in its place) for each
     group of layers.
     """
-    return 5 * num_tokens * (36 + 8 * groups) + 8 * rows * max_blocks * groups
+    return 5 * num_tokens * (48 + 8 * groups) + 8 * rows * max_blocks * groups
 
 
 def workspace_bytes(device: torch.device, num_workspaces: int) -> int:

@@ -234,15 +234,22 @@ def test_what_is_read_together_is_each_groups_own() -> None:
 def test_lists_of_recorded_steps() -> None:
     """Asked for in a step before, any kind is answered and noted; then only kinds that every step comes with."""
     live = AttentionMetadata(np.zeros((3, 9), np.int64), np.array([1, 1, 5]), np.array([3, 4, 9]), 4, 99, CPU)
-    kind, prompts, lists = WorkKind(16, 5), WorkKind(16, 5, queries=4), WorkLists({}, {}, live)
+    kind, prompts, lists = WorkKind(16, 5), WorkKind(16, 5, queries=4), WorkLists({}, {}, {}, live)
     slots, table = torch.zeros(8, dtype=torch.int64), torch.zeros(4, 9, dtype=torch.int32)
     tensors = slots, table, torch.ones(4, dtype=torch.int32), torch.arange(5, dtype=torch.int32)
+    by_token = torch.tensor([0, 1, 2, 2, 2, 2, 2, 0]), torch.tensor([3, 4, 5, 6, 7, 8, 9, 1], dtype=torch.int32)
     asked = RecordedMetadata(*tensors, 4, 99, 8, lists)
+    asked.each_token = by_token
     assert asked.decode_work(kind).items.tolist() == [[row, row, 0, 1] for row in (0, 1)]
     assert asked.query_work(prompts).items[:, [1, 4]].tolist() == [[2, 0], [2, 4]]
     assert asked.decode_work(kind).max_parts == kind.max_parts, "as much scratch as any step may take"
-    assert asked.query_work(prompts).max_parts == prompts.max_parts and asked.kinds == ([kind], [prompts])
-    given = RecordedMetadata(*tensors, 4, 99, 8, WorkLists(lists.work, lists.queries))
+    assert asked.query_work(prompts).max_parts == prompts.max_parts and asked.kinds == ([kind], [prompts], [])
+    tokens = asked.of_all_tokens()
+    assert tokens.decode_work(kind).items[:, 0].tolist() == list(range(7)) and asked.kinds[2] == [kind]
+    assert (tokens.num_decodes, tokens.seq_lens) == (8, by_token[1]) and tokens.block_tables.shape == (8, 9)
+    given = RecordedMetadata(*tensors, 4, 99, 8, WorkLists(lists.work, lists.queries, lists.tokens))
+    given.each_token = by_token
+    assert given.of_all_tokens().decode_work(kind) is tokens.decode_work(kind)
     assert given.decode_work(kind) is asked.decode_work(kind) and given.query_work(prompts) is asked.query_work(prompts)
     with pytest.raises(RuntimeError, match=r"another way than in the first step: .*window=7"):
         given.decode_work(kind._replace(window=7))

@@ -147,7 +147,7 @@ def test_inputs(steps: list[tuple[int, list[int]]], device: str) -> None:
     shape = Shape(8, 8, 8) if is_decode else Shape(8, 16, 8, 16)
     kinds = [WorkKind(tile=2, slots=5), WorkKind(tile=2, slots=5, window=6)]
     queries = [] if is_decode else [WorkKind(tile=2, slots=5, queries=size) for size in (1, 4)]
-    inputs = StepInputs(shape, tables, 2, kinds, queries)
+    inputs = StepInputs(shape, tables, 2, kinds, queries, [] if is_decode else kinds)
     addresses: list[int] = []
     for size, query_lens in steps:
         rows, num_tokens = len(query_lens), sum(query_lens)
@@ -182,6 +182,16 @@ def test_inputs(steps: list[tuple[int, list[int]]], device: str) -> None:
                 assert (work.items[len(items) :, 1] == -1).all() and (work.split[len(split) :, 3] == 0).all()
                 assert len(work.items) == kind.max_items(size) and len(work.split) == kind.max_split(size)
                 found += [work.items, work.split]
+            alone = None if is_decode else own.of_tokens(np.arange(num_tokens))
+            for kind in kinds if alone else []:
+                given = metadata.of_all_tokens()
+                assert given.seq_lens.tolist() == [*alone.host_seq_lens, *[1] * rest]
+                assert given.block_tables[:num_tokens, : alone.block_tables.shape[1]].equal(alone.block_tables)
+                work, expected = given.decode_work(kind), alone.decode_work(kind)
+                assert work.items[: len(expected.items)].equal(expected.items)
+                assert work.split[: len(expected.split)].equal(expected.split)
+                assert (work.items[len(expected.items) :, 1] == -1).all()
+                found += [given.seq_lens, work.items, work.split]
             for kind in queries:
                 work, expected = metadata.query_work(kind), own.query_work(kind)
                 for part, real, column, nothing in (

@@ -132,7 +132,7 @@ def test_replays_and_padding(
         assert after.num_draft_tokens and max(tokens for is_decode, tokens, _ in filled if not is_decode) > 16
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])  # with windows, too
+@pytest.mark.parametrize("name", ["llama", "youtu", pytest.param("gemma2", marks=pytest.mark.slow)])  # latents, windows
 def test_decodes_beside_prompts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts in chunks beside rows that decode, replayed: stock's tokens, whatever an earlier replay has left."""
     monkeypatch.setattr(cuda_graph, "capture_sizes", lambda max_num_seqs: [max_num_seqs])  # to record takes longest

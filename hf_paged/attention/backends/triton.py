@@ -51,7 +51,7 @@ class TritonBackend(Backend):
             raise ValueError(f"exact attention takes keys and values, got a pool of latents of {latent_dim} elements")
         super().__init__(kv_cache, latent_dim, dtype)
         self.reads_empty_slots = latent_dim is not None  # prompts of latents are expanded by torch
-        self.can_record, self.can_record_all = not exact, not exact and latent_dim is None
+        self.can_record = self.can_record_all = not exact
         self._exact = exact
         self._ops: Any = ops
         self._partials = ops.Partials()

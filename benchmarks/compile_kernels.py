@@ -114,6 +114,7 @@ def device_of(target: str) -> launch.Device:
         shared_memory=SHARED_MEMORY_LIMIT[target],
         reads_shared_factors=target in ("sm_90", "sm_100"),
         is_nvidia=target.startswith("sm_"),
+        lanes=TARGETS[target].warp_size,
     )
 
 

@@ -49,7 +49,7 @@ GPUS = {
     "sm_80": launch.Device(108, False, shared_memory=166_912, reads_shared_factors=False, is_nvidia=True),
     "sm_90": launch.Device(132, True, shared_memory=232_448, reads_shared_factors=True, is_nvidia=True),
     "sm_120": launch.Device(188, True, shared_memory=101_376, reads_shared_factors=False, is_nvidia=True),
-    "gfx942": launch.Device(304, False, shared_memory=65_536, reads_shared_factors=False),
+    "gfx942": launch.Device(304, False, shared_memory=65_536, reads_shared_factors=False, lanes=64),
 }
 _trial_launch = availability.launch_failure.__wrapped__
 POOLS = ("auto", "fp8_e4m3", "int8")

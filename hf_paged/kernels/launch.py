@@ -42,6 +42,8 @@ class Tiling(NamedTuple):
     def fit(self, padded_dim: int, itemsize: int, pool_itemsize: int, device: Device, num_parts: int = 2) -> Tiling:
         """The same tile with fewer stages, then with fewer tokens, until the device has the shared memory for it.
 
+        Of warps it has as many as are 256 threads at most, which leaves each thread the registers that tiles count on.
+
         Args:
             padded_dim: Head dim, up to the next power of two.
             itemsize: Bytes of a query element.
@@ -55,7 +57,8 @@ class Tiling(NamedTuple):
         token_bytes = num_parts * padded_dim * pool_itemsize
         while query_bytes + (num_stages - 1) * tokens * token_bytes > limit and (num_stages > 2 or tokens > 16):
             num_stages, tokens = (num_stages - 1, tokens) if num_stages > 2 else (num_stages, tokens // 2)
-        return self._replace(tokens=tokens, num_stages=num_stages)
+        num_warps = min(self.num_warps, 256 // device.lanes)
+        return self._replace(tokens=tokens, num_warps=num_warps, num_stages=num_stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,7 @@ class Device:
         reads_shared_factors: Whether matrix instructions take factors from shared memory (`wgmma`, `tcgen05`);
             elsewhere all of them pass through registers.
         is_nvidia: Whether kernels may have its assembler's instructions in them.
+        lanes: Threads of a warp.
     """
 
     num_processors: int
@@ -76,6 +80,7 @@ class Device:
     shared_memory: int
     reads_shared_factors: bool
     is_nvidia: bool = False
+    lanes: int = 32
 
     @staticmethod
     @lru_cache
@@ -91,6 +96,7 @@ class Device:
             shared_memory=getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block,
             reads_shared_factors=is_nvidia and properties.major >= 9 and properties.major < 12,
             is_nvidia=is_nvidia,
+            lanes=properties.warp_size,
         )
 
 

@@ -192,6 +192,10 @@ def tiling(
         tokens = 32
     elif not device.reads_shared_factors:
         tokens = max(32, tokens // 2)
+    if is_code:
+        tokens = min(tokens, 64)
+        if not device.reads_shared_factors:  # they are decoded in registers
+            return Tiling(rows=64 if padded_dim <= 128 else 32, tokens=tokens, num_warps=8, num_stages=3)
     if rows <= 64 or (padded_dim > 128 and (is_code or not device.reads_shared_factors)):
         return Tiling(rows=64, tokens=tokens, num_warps=8 if padded_dim > 128 else 4, num_stages=3)
     return Tiling(rows=128, tokens=tokens, num_warps=8, num_stages=3)

@@ -395,9 +395,11 @@ def _sample_kernel(
                 total = tl.sum(sums, 0)
                 least = tl.div_rn(1.0, total) * min_p
             draw = _draw_of(own)
-            best = tl.full([TILE], -1.0, tl.float32)
-            for begin in tl.range(0, count, TILE):
-                x, token, here = _read(now, begin, count, TILE)
+            PART: tl.constexpr = TILE // 2  # a draw takes as many registers as all else
+            best = tl.full([PART], -1.0, tl.float32)
+            drawn = tl.full([PART], 0, tl.int32)
+            for begin in tl.range(0, count, PART):
+                x, token, here = _read(now, begin, count, PART)
                 is_kept = _is_kept(x, token, here, threshold, first_kept)
                 if tl.max(is_kept.to(tl.int32), 0) != 0:  # most tiles have none
                     weight = _exp(x - top)
@@ -405,8 +407,8 @@ def _sample_kernel(
                     ratio = tl.where(is_kept, tl.div_rn(weight, _exponential(draw, token, False, IS_NVIDIA)), -1.0)
                     is_better = ratio > best
                     best = tl.where(is_better, ratio, best)
-                    best_token = tl.where(is_better, token, best_token)
-            result = tl.min(tl.where(best == tl.max(best, 0), best_token, NAN_KEY), 0)
+                    drawn = tl.where(is_better, token, drawn)
+            result = tl.min(tl.where(best == tl.max(best, 0), drawn, NAN_KEY), 0)
     tl.store(chosen + row, result.to(tl.int64))
     if table >= 0:
         tl.store(ids + tl.load(own + LENGTH), tl.maximum(result, 0).to(tl.int64))

@@ -456,6 +456,7 @@ def install() -> None:
     own = torch.ops.pretend_cuda
     generators = own.default_generator(0), own.default_generator(1)
     properties = SimpleNamespace(
+        warp_size=32,
         name="pretended",
         major=9,
         minor=0,

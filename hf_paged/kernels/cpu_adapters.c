@@ -75,7 +75,7 @@ INLINE void dots(const int rows, const int ranks, const float *x, const float *a
   float results[MOST];
   for (int i = rows * ranks; i % 4; i++) sum[i] = (vector){0};
   EACH(i, (rows * ranks + 3) / 4) {
-    const four result = folded(sum + 4 * i);
+    const four result = folded(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
     memcpy(results + 4 * i, &result, sizeof result);
   }
   EACH(r, rows) EACH(j, ranks) {

@@ -14,8 +14,8 @@ static inline float to_float(element x) {
 /* Rounds to the nearest, ties to even; a NaN stays one. */
 static inline element from_float(float x) {
   union { float value; uint32_t bits; } number = {x};
-  if ((number.bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
-  return (element)((number.bits + 0x7fff + ((number.bits >> 16) & 1)) >> 16);
+  const uint32_t rounded = (number.bits + 0x7fff + ((number.bits >> 16) & 1)) >> 16;
+  return (element)((number.bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
 }
 #else
 typedef float element;

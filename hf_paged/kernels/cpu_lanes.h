@@ -41,22 +41,30 @@ INLINE vector multiply_add(vector a, vector b, vector c) {
 #endif
 }
 
-/* The lanes of a sum, added up by halves until four are left. */
-INLINE four quarter(const vector *sum) {
+/* The lanes of each of four sums, added up: by halves. */
 #if defined(__AVX512F__)
-  const eight half = ((const eight *)sum)[0] + ((const eight *)sum)[1];
-  return ((const four *)&half)[0] + ((const four *)&half)[1];
-#elif defined(__AVX__)
-  return ((const four *)sum)[0] + ((const four *)sum)[1];
+INLINE four folded(vector a, vector b, vector c, vector d) {
+#define HALVES(x, y, low, high) \
+  _mm512_add_ps(_mm512_shuffle_f32x4((__m512)x, (__m512)y, low), _mm512_shuffle_f32x4((__m512)x, (__m512)y, high))
+#define AGAIN(x, order) _mm512_add_ps(x, _mm512_shuffle_ps(x, x, order))
+  const __m512 ab = HALVES(a, b, 0x44, 0xee), cd = HALVES(c, d, 0x44, 0xee), all = HALVES(ab, cd, 0x88, 0xdd);
+  const __m512 pairs = AGAIN(all, 0x4e), sums = AGAIN(pairs, 0xb1);
+  const __m512i ends = _mm512_castsi128_si512(_mm_setr_epi32(0, 4, 8, 12));
+  return (four)_mm512_castps512_ps128(_mm512_permutexvar_ps(ends, sums));
+}
 #else
-  return *sum;
+INLINE four quarter(vector sum) {
+#if defined(__AVX__)
+  return (four)(_mm256_castps256_ps128((__m256)sum) + _mm256_extractf128_ps((__m256)sum, 1));
+#else
+  return sum;
 #endif
 }
 
-/* The lanes of each of four sums, added up. */
-INLINE four folded(const vector *sums) {
-  four a = quarter(sums), b = quarter(sums + 1), c = quarter(sums + 2), d = quarter(sums + 3);
+INLINE four folded(vector first, vector second, vector third, vector fourth) {
+  four a = quarter(first), b = quarter(second), c = quarter(third), d = quarter(fourth);
   a = SHUFFLE(four_places, a, b, 0, 4, 1, 5) + SHUFFLE(four_places, a, b, 2, 6, 3, 7);
   c = SHUFFLE(four_places, c, d, 0, 4, 1, 5) + SHUFFLE(four_places, c, d, 2, 6, 3, 7);
   return SHUFFLE(four_places, a, c, 0, 1, 4, 5) + SHUFFLE(four_places, a, c, 2, 3, 6, 7);
 }
+#endif

@@ -92,10 +92,12 @@ INLINE int64_t offset_of(int64_t vector, int is_across, int64_t row) {
   return is_across ? vector % PAIR * row + vector / PAIR * STEP : vector * row;
 }
 
-/* A tile's sums over a span of the width, added to those over earlier ones. All that is `const int` is a constant after
-   inlining. Of the vectors of a step, the first `fetched` behind `ahead` are brought to the second-level cache. */
+/* A tile's sums over a span of the width, added to those over earlier ones; where `results` are wanted, their lanes added
+   up. All that is `const int` is a constant after inlining. Of the vectors of a step, the first `fetched` behind `ahead`
+   are brought to the second-level cache. */
 INLINE void tile(const int rows, const int vectors, const int is_across, const int fetched, struct operand input,
-                 struct operand weight, int64_t width, const element *ahead, vector *sums, int is_first) {
+                 struct operand weight, int64_t width, const element *ahead, vector *sums, int is_first,
+                 float *results) {
   vector sum[ROWS][VECTORS];
   EACH(r, rows) EACH(v, vectors) sum[r][v] = (vector){0};
   for (int64_t k = 0; k < width; k += is_across ? PAIR : STEP) {
@@ -112,14 +114,22 @@ INLINE void tile(const int rows, const int vectors, const int is_across, const i
     }
   }
   if (!is_first) EACH(r, rows) EACH(v, vectors) sum[r][v] += sums[r * vectors + v];
-  EACH(r, rows) EACH(v, vectors) sums[r * vectors + v] = sum[r][v];
+  if (is_across || !results) {
+    EACH(r, rows) EACH(v, vectors) sums[r * vectors + v] = sum[r][v];
+    return;
+  }
+#define SUM(i) (i < rows * vectors ? sum[i / vectors % ROWS][i % vectors] : (vector){0})
+  EACH(i, (rows * vectors + 3) / 4) {
+    const four result = folded(SUM((4 * i)), SUM((4 * i + 1)), SUM((4 * i + 2)), SUM((4 * i + 3)));
+    memcpy(results + 4 * i, &result, sizeof(result));
+  }
 }
 
-typedef void tile_function(struct operand, struct operand, int64_t, const element *, vector *, int);
+typedef void tile_function(struct operand, struct operand, int64_t, const element *, vector *, int, float *);
 #define TILE(rows, name, ...)                                                                                          \
   static void name##rows(struct operand input, struct operand weight, int64_t width, const element *ahead,             \
-                         vector *sums, int is_first) {                                                                 \
-    tile(rows, __VA_ARGS__, input, weight, width, ahead, sums, is_first);                                              \
+                         vector *sums, int is_first, float *results) {                                                 \
+    tile(rows, __VA_ARGS__, input, weight, width, ahead, sums, is_first, results);                                     \
   }
 #define TILES(name, ...)                                                                                               \
   TILE(1, name, __VA_ARGS__) TILE(2, name, __VA_ARGS__) TILE(3, name, __VA_ARGS__) TILE(4, name, __VA_ARGS__)
@@ -146,22 +156,20 @@ INLINE void put(const float *from, int64_t columns, element *to, const element *
     for (int64_t c = 0; c < columns; c++) to[c] = from_float(from[c]);
 }
 
-/* Writes the results of a tile whose sums are complete. */
-INLINE void finish(const int vectors, const struct part *part, int64_t row, int64_t column, int64_t rows,
-                   int64_t columns, vector *sums) {
+/* Writes the results of a tile whose sums are complete: `step` numbers lie from one row to the next. */
+INLINE void finish(const struct part *part, int64_t row, int64_t column, int64_t rows, int64_t columns, int64_t step,
+                   const float *results) {
   element *to = part->output + row * part->columns + column;
   const element *bias = part->bias ? part->bias + column : 0;
-  if (part->is_transposed) {
-    for (int64_t r = 0; r < rows; r++) put((const float *)(sums + r * vectors), columns, to + r * part->columns, bias);
-    return;
-  }
-  float results[ROWS * VECTORS];
-  for (int64_t i = rows * vectors; i % 4; i++) sums[i] = (vector){0};
-  for (int64_t i = 0; i < (rows * vectors + 3) / 4; i++) {
-    const four result = folded(sums + 4 * i);
-    memcpy(results + 4 * i, &result, sizeof(result));
-  }
-  for (int64_t r = 0; r < rows; r++) put(results + r * vectors, vectors, to + r * part->columns, bias);
+  for (int64_t r = 0; r < rows; r++) put(results + r * step, columns, to + r * part->columns, bias);
+}
+
+/* The same of a whole tile along the width: rounded all at once. */
+INLINE void finish_whole(const struct part *part, int64_t row, int64_t column, int64_t rows, const float *results) {
+  if (!IS_BFLOAT16 || part->bias) return finish(part, row, column, rows, VECTORS, VECTORS, results);
+  element all[ROWS * VECTORS], *to = part->output + row * part->columns + column;
+  for (int i = 0; i < ROWS * VECTORS; i++) all[i] = from_float(results[i]);
+  for (int64_t r = 0; r < rows; r++) memcpy(to + r * part->columns, all + r * VECTORS, VECTORS * sizeof(element));
 }
 
 /* A copy with zeros behind the `length` elements of each row. */
@@ -184,6 +192,7 @@ static void strip(const struct linear *a, const struct part *part, int64_t first
      push what the tiles read out of the first-level cache: there the first tile fetches all. */
   const int64_t every = part->row * sizeof(element) % PAGE ? tiles / VECTORS : 0;
   vector sums[BLOCK * VECTORS];
+  float results[ROWS * VECTORS];
   element edge[SPAN_ACROSS * LANES], tail[BLOCK * STEP];
   int64_t k = 0;
   do {
@@ -213,11 +222,12 @@ static void strip(const struct linear *a, const struct part *part, int64_t first
       }
       vector *own = sums + row * vectors;
       const struct operand own_input = {input.first + row * input.row, input.row};
-      TILE_OF[is_across][kind][n - 1](own_input, weight, span, own_ahead, own, !k);
-      if (k + real == a->width) {
-        if (vectors == 1) finish(1, part, first_row + row, column, n, columns, own);
-        else finish(VECTORS, part, first_row + row, column, n, columns, own);
-      }
+      const int is_last = k + real == a->width;
+      TILE_OF[is_across][kind][n - 1](own_input, weight, span, own_ahead, own, !k, is_last ? results : 0);
+      if (!is_last) continue;
+      if (is_across) finish(part, first_row + row, column, n, columns, full, (const float *)own);
+      else if (vectors == 1) finish(part, first_row + row, column, n, 1, 1, results);
+      else finish_whole(part, first_row + row, column, n, results);
     }
     k += real;
   } while (k < a->width);
@@ -226,8 +236,7 @@ static void strip(const struct linear *a, const struct part *part, int64_t first
 /* Columns one by one, each a span: what is read lies in one line, which a processor foresees best. */
 static void lines(const struct linear *a, const struct part *part, int64_t first, int64_t end) {
   static tile_function *const LINE[ROWS] = ALL_ROWS(line);
-  vector sums[ROWS];
-  EACH(r, ROWS) sums[r] = (vector){0};
+  float results[ROWS];
   for (int64_t column = first; column < end; column++) {
     const struct operand weight = {part->weight + column * part->row, part->row};
     const element *bias = part->bias ? part->bias + column : 0;
@@ -235,10 +244,9 @@ static void lines(const struct linear *a, const struct part *part, int64_t first
       const int64_t rows = a->rows - row < ROWS ? a->rows - row : ROWS;
       const struct operand input = {a->input + row * a->width, a->width};
       tile_function *const own = row ? TILE_OF[0][NARROW][rows - 1] : LINE[rows - 1];
-      own(input, weight, a->width, weight.first + AHEAD, sums, 1);
-      const four result = folded(sums);
+      own(input, weight, a->width, weight.first + AHEAD, 0, 1, results);
       for (int64_t r = 0; r < rows; r++)
-        put((const float *)&result + r, 1, part->output + (row + r) * part->columns + column, bias);
+        put(results + r, 1, part->output + (row + r) * part->columns + column, bias);
     }
   }
 }

@@ -338,7 +338,7 @@ class RecordedMetadata(AttentionMetadata):
     Of such a step any number of sequences decode: `num_decodes` says only whether all do.
 
     Attributes:
-        each_token: `[T]` int64 and `[T]` int32: the row of each new token, and how many tokens its sequence has up to it;
+        each_token: `[T]` int64 and `[T]` int32: the row of each new token, and its sequence's tokens up to it;
             `None`: all sequences decode.
     """
 

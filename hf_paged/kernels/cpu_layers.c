@@ -89,23 +89,34 @@ struct rotary {
   int64_t rounds;             /* whether both products are rounded before they are added */
 };
 
-static inline float added(float x, float y, int64_t rounds) {
+static inline float added(float x, float y, const int rounds) {
   return rounds ? to_float(from_float(x)) + to_float(from_float(y)) : x + y;
 }
 
-/* One token's heads, `head` elements apart. */
-static inline void rotate(const struct rotary *a, const element *from, element *to, int64_t heads, int64_t head,
-                          const element *cos, const element *sin) {
-  const int64_t half = a->rotary_dim / 2, step = a->interleaved ? 2 : 1, apart = a->interleaved ? 1 : half;
+/* One token's heads, `head` elements apart. What is `const int` is a constant after inlining, or no vectors are made. */
+static inline __attribute__((always_inline)) void rotate_heads(const struct rotary *a, const int interleaved,
+                                                               const int rounds, const element *from, element *to,
+                                                               int64_t heads, int64_t head, const element *cos,
+                                                               const element *sin) {
+  const int64_t half = a->rotary_dim / 2, step = interleaved ? 2 : 1, apart = interleaved ? 1 : half;
   for (int64_t h = 0; h < heads; h++, from += head, to += a->dim) {
+#pragma GCC ivdep
     for (int64_t i = 0; i < half; i++) {
       const int64_t first = i * step, second = first + apart;
       const float x = to_float(from[first]), y = to_float(from[second]);
-      to[first] = from_float(added(x * to_float(cos[first]), -y * to_float(sin[first]), a->rounds));
-      to[second] = from_float(added(y * to_float(cos[second]), x * to_float(sin[second]), a->rounds));
+      to[first] = from_float(added(x * to_float(cos[first]), -y * to_float(sin[first]), rounds));
+      to[second] = from_float(added(y * to_float(cos[second]), x * to_float(sin[second]), rounds));
     }
     for (int64_t i = a->rotary_dim; i < a->dim; i++) to[i] = from[i];
   }
+}
+
+static void rotate(const struct rotary *a, const element *from, element *to, int64_t heads, int64_t head,
+                   const element *cos, const element *sin) {
+  if (a->interleaved && a->rounds) rotate_heads(a, 1, 1, from, to, heads, head, cos, sin);
+  else if (a->interleaved) rotate_heads(a, 1, 0, from, to, heads, head, cos, sin);
+  else if (a->rounds) rotate_heads(a, 0, 1, from, to, heads, head, cos, sin);
+  else rotate_heads(a, 0, 0, from, to, heads, head, cos, sin);
 }
 
 void hf_paged_rotary(const struct rotary *a) {

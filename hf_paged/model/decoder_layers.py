@@ -30,6 +30,7 @@ from hf_paged.model.peft_layers import is_tuner, without_adapters
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
+TRIED = 64  # tokens of a layer's trial, which is made in a step: its time and memory are not reckoned with
 # What a forward of attention uses beside its own modules: of shapes, of the cache, and of the attention function.
 ATTENTION_NAMES = {
     *("shape", "view", "transpose", "reshape", "contiguous", "head_dim", NAME),
@@ -340,12 +341,21 @@ class CPULayer(DecoderLayer):
         own_adapters = None if isinstance(adapters, str) else adapters
         linear, scratch = self.parts.linears[0].kernel, self.survey.shared(Scratch)
         self.kernels = kernels = CPUDecoderLayer(layers, linear, settings, scratch, own_adapters)
-        added = added_to(self.parts.outer, states)
-        found = list(kernels.before_attention(states, *angles, added))
-        return found if attended is None else [*found, kernels.behind_attention(states, attended, added)]
+        added, some = added_to(self.parts.outer, states), _tried(states.shape[1])
+        added = added if added is None or isinstance(some, slice) else added.of(some)
+        states, cos, sin = (each[:, some] for each in (states, *angles))
+        found = list(kernels.before_attention(states, cos, sin, added))
+        return found if attended is None else [*found, kernels.behind_attention(states, attended[some], added)]
 
     def agrees(self, one: Tensor, other: Tensor) -> bool:
-        return one.shape == other.shape and torch.equal(one, other)
+        return torch.equal(one[_tried(len(one))] if len(one) > 1 else one[:, _tried(one.shape[1])], other)
+
+
+def _tried(num_tokens: int) -> slice | Tensor:
+    """The tokens of a step that a layer is tried with: each is computed by itself, so not all of a long prompt's."""
+    if num_tokens <= TRIED:
+        return slice(None)
+    return torch.cat([torch.arange(TRIED // 2), torch.arange(num_tokens - TRIED // 2, num_tokens)])
 
 
 class _NotingStep:

@@ -16,13 +16,12 @@ from hf_paged.attention.context import WantedTokens
 from hf_paged.attention.params import AttentionParams
 from hf_paged.kernels.cpu_layers import CPULayers
 from hf_paged.kernels.layers import InputError
-from hf_paged.model.decoder_layers import DecoderLayer, Parts, parts_of
+from hf_paged.model.decoder_layers import TRIED, DecoderLayer, Parts, parts_of
 from hf_paged.model.fused_layers import Norm, NormAhead, agrees_where_finite
 from hf_paged.model.fused_rotary import NAME
 from hf_paged.model.joined_linears import ATTENTION, are_plain, multiply
 from hf_paged.model.module_overrides import ModuleOverride, Survey
 
-_TRIED = 64  # tokens of the trial, which is made in a step: its memory is not reckoned with
 # Joined products sum up in another order, and may round elsewhere: an error of a thousandth is none of the formula.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
@@ -76,9 +75,9 @@ class GPULayer(DecoderLayer):
         return self._behind(states, step.attend(query, params), self.next if self.may_norm_ahead else None)
 
     def compute_parts(self, states: Tensor, angles: tuple[Tensor, Tensor], attended: Tensor | None) -> Sequence[Tensor]:
-        states, cos, sin = (each[:, :_TRIED] for each in (states, *angles))
+        states, cos, sin = (each[:, :TRIED] for each in (states, *angles))
         found = self._rotated(self._heads(states), (cos, sin))
-        return found if attended is None else (*found, self._behind(states, attended[:_TRIED], None))
+        return found if attended is None else (*found, self._behind(states, attended[:TRIED], None))
 
     def agrees(self, one: Tensor, other: Tensor) -> bool:
         other = other.reshape(-1, other.shape[-1])

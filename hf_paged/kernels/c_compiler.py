@@ -34,6 +34,12 @@ _MATH = ("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
 _LOOPS = ("-fno-tree-loop-distribute-patterns",)
 
 
+def instructions_of(dtype: torch.dtype) -> str | None:
+    """A key of `INSTRUCTIONS` for kernels that multiply numbers of this type; `None`: what torch found."""
+    is_wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return "AVX512_BF16" if dtype is torch.bfloat16 and is_wide and torch.cpu._is_avx512_bf16_supported() else None
+
+
 class CompileError(Exception):
     """There is no compiler, or it says no; the message is the end of a sentence about the kernels."""
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_paged.kernels import reference
-from hf_paged.kernels.c_compiler import CompileError, library
+from hf_paged.kernels.c_compiler import CompileError, instructions_of, library
 from hf_paged.kernels.layers import InputError
 from hf_paged.kernels.padded_groups import PaddedGroup
 from hf_paged.kernels.scaled_rows import SCALE_BYTES, head_dim_of
@@ -417,7 +417,9 @@ def load(
         most = MAX_HEAD_DIM if latent_dim is None else MAX_LATENT_ROW
         if head_dim > most:
             return f"takes head dims up to {most}, the model has {head_dim}"
-        compiled = library(_SOURCE, FUNCTIONS, (), None, **constants(dtype, head_dim, latent_dim, stored))
+        compiled = library(
+            _SOURCE, FUNCTIONS, (), instructions_of(dtype), **constants(dtype, head_dim, latent_dim, stored)
+        )
         kernels = CPUKernels(compiled, dtype, head_dim, latent_dim, stored)
         error = _error(kernels)
         # Of a rounding more or less; what is wrong is wrong by half.

@@ -7,7 +7,11 @@ enum { MOST_STEPS = 4 };
 enum { KEY_STEPS = (HEAD_DIM + STEP - 1) / STEP, VALUE_STEPS = (VALUE_DIM + STEP - 1) / STEP };
 
 struct few {
-  float query[FEW][KEY_STEPS * STEP];                   /* times the scale, zeros behind it */
+  union {                                               /* zeros behind it */
+    float query[FEW][KEY_STEPS * STEP];                 /* times the scale */
+    element pairs[FEW][KEY_STEPS * STEP];
+  };
+  float scale;
   vector sum[FEW][VALUE_STEPS][PAIR];                   /* of first, of second... elements */
   float largest[FEW], total[FEW];
   int64_t first[FEW], end[FEW];                         /* tokens that a row sees */
@@ -89,7 +93,10 @@ INLINE float folded(const float *from, const int is_sum) {
 static void add_few(struct few *few, int64_t r, const element *query, float scale, int64_t first, int64_t end,
                     const float *sink, const struct tile *begun, int64_t begun_row) {
   const struct row row = begin_row(sink, begun, begun_row);
-  for (int d = 0; d < KEY_STEPS * STEP; d++) few->query[r][d] = d < HEAD_DIM ? to_float(query[d]) * scale : 0;
+  few->scale = scale;
+  for (int d = 0; d < KEY_STEPS * STEP; d++)
+    if (IS_BY_PAIRS) few->pairs[r][d] = d < HEAD_DIM ? query[d] : 0;
+    else few->query[r][d] = d < HEAD_DIM ? to_float(query[d]) * scale : 0;
   few->first[r] = first, few->end[r] = end, few->largest[r] = row.largest, few->total[r] = row.total;
   memset(few->sum[r], 0, sizeof few->sum[r]);
   if (row.sum)
@@ -111,10 +118,18 @@ INLINE void multiply_few(const struct few *few, const int rows, int p, int s, co
   vector key[LANES];
   EACH(i, LANES) key[i] = load(few->keys[p * LANES + i] + s * STEP, count);
   transpose(key);
+#if IS_BY_PAIRS
+  EACH(i, LANES) EACH(r, rows) {
+    int32_t pair;
+    memcpy(&pair, few->pairs[r] + s * STEP + 2 * i, sizeof pair);
+    score[r][p] = multiply_pairs((numbers){0} + pair, (numbers)key[i], score[r][p]);
+  }
+#else
   EACH(i, LANES) EACH(which, PAIR) {
     const vector own = element_of(key[i], which);
     EACH(r, rows) score[r][p] = multiply_add(few->query[r][s * STEP + i * PAIR + which], own, score[r][p]);
   }
+#endif
 }
 
 /* Adds up to STEP elements of the values, `steps` times, from step `s` on: of their fours, `at_once` from `first` on.
@@ -173,6 +188,7 @@ INLINE void attend_few_keys(struct few *few, const int rows, int64_t start, floa
       if (HEAD_DIM % STEP == 0 || s < KEY_STEPS - 1) multiply_few(few, rows, p, s, STEP, score);
       else multiply_few(few, rows, p, s, HEAD_DIM % STEP, score);
     }
+  if (IS_BY_PAIRS) EACH(r, rows) EACH(p, PARTS) score[r][p] *= few->scale;
   memcpy(weight, score, rows * sizeof weight[0]);
   for (int r = 0; r < rows; r++) {
     if (IS_SCALED)
@@ -201,7 +217,9 @@ OF_ROWS(1) OF_ROWS(2) OF_ROWS(4) OF_ROWS(8)
 static few_function *few_keys_of(struct few *few, int rows) {
   const int all = rows > 4 ? 8 : rows > 2 ? 4 : rows;
   for (int r = rows; r < all; r++) {
-    memset(few->query[r], 0, sizeof few->query[r]), memset(few->sum[r], 0, sizeof few->sum[r]);
+    if (IS_BY_PAIRS) memset(few->pairs[r], 0, sizeof few->pairs[r]);
+    else memset(few->query[r], 0, sizeof few->query[r]);
+    memset(few->sum[r], 0, sizeof few->sum[r]);
     few->largest[r] = -INFINITY, few->total[r] = 0, few->first[r] = few->end[r] = 0;
     few->bias[r].bias = NULL;
   }

@@ -11,7 +11,7 @@ from struct import Struct
 import torch
 from torch import Tensor
 
-from hf_paged.kernels.c_compiler import CompileError, library
+from hf_paged.kernels.c_compiler import CompileError, instructions_of, library
 from hf_paged.kernels.layers import InputError
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -165,8 +165,7 @@ def load(dtype: torch.dtype, instructions: str | None = None) -> CPULinear | str
     if instructions is None and dtype is torch.bfloat16:
         if torch.cpu._is_amx_tile_supported():
             return "leaves bfloat16 to torch on a processor with AMX"
-        if torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.cpu._is_avx512_bf16_supported():
-            instructions = "AVX512_BF16"
+        instructions = instructions_of(dtype)
     try:
         is_bfloat16 = int(dtype is torch.bfloat16)
         compiled = library(_SOURCE, ("hf_paged_linear",), _OPTIONS, instructions, IS_BFLOAT16=is_bfloat16)

@@ -5,7 +5,8 @@
    the weights of KEYS tokens by halves, over values one token after another. The compiler may neither reorder nor contract
    (see c_compiler.py); what is contracted is written so.
 
-   A row of codes is multiplied as it lies; its scale goes to the score, or to the weight.
+   A row of codes is multiplied as it lies; its scale goes to the score, or to the weight. Where a processor multiplies
+   bfloat16 two by two, so are queries and keys, and the product is scaled behind that.
 
    Needs cpu_stored.h, HEAD_DIM and VALUE_DIM. */
 #if defined(__FMA__)
@@ -37,13 +38,27 @@ static inline void add_bias(const struct by_distance *own, float *scores, int64_
     scores[k * step] += own->bias[away < 0 ? 0 : away < own->last ? away : own->last];
 }
 
-/* Of `vectors` vectors of rows; those of one dimension, or one key, lie side by side. */
+#if defined(__AVX512BF16__) && IS_BFLOAT16 && STORED == 0 && HEAD_DIM % 2 == 0
+#define IS_BY_PAIRS 1
+/* Adds both products of two elements, in one order, to each lane. */
+static inline vector multiply_pairs(numbers a, numbers b, vector c) {
+  return (vector)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
+}
+#else
+#define IS_BY_PAIRS 0
+#endif
+
+/* Of `vectors` vectors of rows; those of one dimension (or a pair), or one key, lie side by side. */
 struct tile {
-  vector query[HEAD_DIM * VECTORS]; /* times the scale; zeros where there is no row */
+  union {
+    vector query[HEAD_DIM * VECTORS]; /* times the scale; zeros where there is no row */
+    element pairs[HEAD_DIM * VECTORS * LANES]; /* as they are, in the first half */
+  };
   vector sum[VALUES * VECTORS];
   vector scores[KEYS * VECTORS], largest[VECTORS], total[VECTORS];
   numbers first[VECTORS], end[VECTORS]; /* tokens that a row sees */
-  float keys[KEYS][HEAD_DIM], values[KEYS][VALUES];
+  union { float keys[KEYS][HEAD_DIM]; element key_pairs[KEYS][HEAD_DIM]; };
+  float values[KEYS][VALUES], scale;
   float key_scale[KEYS], value_scale[KEYS]; /* of codes */
   struct by_distance bias[ROWS];
   int64_t vectors;
@@ -101,7 +116,12 @@ static inline struct row begin_row(const float *sink, const struct tile *begun, 
 static void add_row(struct tile *tile, int64_t r, const element *query, float scale, int64_t first, int64_t end,
                     const float *sink, const struct tile *begun, int64_t begun_row) {
   float *to = (float *)tile->query + r;
-  for (int d = 0; d < HEAD_DIM; d++) to[d * tile->vectors * LANES] = to_float(query[d]) * scale;
+  const int64_t lanes = tile->vectors * LANES;
+  tile->scale = scale;
+  if (IS_BY_PAIRS)
+    for (int d = 0; d < HEAD_DIM; d++) tile->pairs[(d / 2 * lanes + r) * 2 + d % 2] = query[d];
+  else
+    for (int d = 0; d < HEAD_DIM; d++) to[d * lanes] = to_float(query[d]) * scale;
   tile->first[r / LANES][r % LANES] = (int32_t)first;
   tile->end[r / LANES][r % LANES] = (int32_t)end;
   struct row row = begin_row(sink, begun, begun_row);
@@ -120,14 +140,17 @@ static inline void take_row(const struct tile *tile, int64_t r, element *to) {
 /* Some of the next KEYS keys and values, which lie side by side, to place `at`. */
 static inline void read_keys(struct tile *tile, int64_t at, int64_t count, const stored *keys, const stored *values) {
   for (int64_t t = 0; t < count; t++)
-    for (int d = 0; d < HEAD_DIM; d++) tile->keys[at + t][d] = from_stored(keys[t * HEAD_DIM + d]);
+    if (IS_BY_PAIRS) memcpy(tile->key_pairs[at + t], keys + t * HEAD_DIM, HEAD_DIM * sizeof(element));
+    else
+      for (int d = 0; d < HEAD_DIM; d++) tile->keys[at + t][d] = from_stored(keys[t * HEAD_DIM + d]);
   for (int64_t t = 0; t < count; t++)
     for (int d = 0; d < VALUE_DIM; d++) tile->values[at + t][d] = from_stored(values[t * HEAD_DIM + d]);
 }
 
 /* Zeros behind the last `count` that were read: what is masked is multiplied all the same. */
 static inline void end_keys(struct tile *tile, int64_t count) {
-  memset(tile->keys[count], 0, (KEYS - count) * sizeof tile->keys[0]);
+  if (IS_BY_PAIRS) memset(tile->key_pairs[count], 0, (KEYS - count) * sizeof tile->key_pairs[0]);
+  else memset(tile->keys[count], 0, (KEYS - count) * sizeof tile->keys[0]);
   memset(tile->values[count], 0, (KEYS - count) * sizeof tile->values[0]);
   memset(tile->key_scale + count, 0, (KEYS - count) * sizeof(float));
   memset(tile->value_scale + count, 0, (KEYS - count) * sizeof(float));
@@ -140,6 +163,20 @@ static inline __attribute__((always_inline)) void multiply_keys(struct tile *til
     vector score[AT_ONCE][VECTORS];
     for (int i = 0; i < AT_ONCE; i++)
       for (int v = 0; v < vectors; v++) score[i][v] = (vector){0};
+#if IS_BY_PAIRS
+    for (int d = 0; d < HEAD_DIM / 2; d++) {
+      for (int line = 2 * d; line < 2 * d + 2; line++)
+        if (line * LINE < num_bytes) __builtin_prefetch(ahead + line * LINE, 0, 2);
+      for (int i = 0; i < AT_ONCE; i++) {
+        int32_t key;
+        memcpy(&key, tile->key_pairs[k + i] + 2 * d, sizeof key);
+        for (int v = 0; v < vectors; v++)
+          score[i][v] = multiply_pairs((numbers)tile->query[d * vectors + v], (numbers){0} + key, score[i][v]);
+      }
+    }
+    for (int i = 0; i < AT_ONCE; i++)
+      for (int v = 0; v < vectors; v++) score[i][v] *= tile->scale;
+#else
     for (int d = 0; d < HEAD_DIM; d++) {
       vector query[VECTORS];
       for (int v = 0; v < vectors; v++) query[v] = tile->query[d * vectors + v];
@@ -149,6 +186,7 @@ static inline __attribute__((always_inline)) void multiply_keys(struct tile *til
         for (int v = 0; v < vectors; v++) score[i][v] = multiply_add(key, query[v], score[i][v]);
       }
     }
+#endif
     for (int i = 0; i < AT_ONCE; i++)
       for (int v = 0; v < vectors; v++)
         tile->scores[(k + i) * vectors + v] = IS_SCALED ? score[i][v] * tile->key_scale[k + i] : score[i][v];

@@ -22,6 +22,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from transformers.utils import logging
 
 from hf_paged.api.batch_request import BatchRequest, check_config, request_of, with_settings
+from hf_paged.api.engine_of import ENGINE, engine_of
 from hf_paged.core.errors import QueueFullError
 from hf_paged.core.interrupts import deferred_interrupt
 from hf_paged.engine.request import Request
@@ -139,7 +140,8 @@ class PagedBatchManager(ContinuousBatchingManager):
                     self._deliver(request, request.failures("the manager was stopped before the request had ended"))
                     self._forget(request)
             self._condition.notify_all()
-        self.model.paged.calls.wake()  # those that wait for room
+        if (engine := vars(self.model).get(ENGINE)) is not None:
+            engine.calls.wake()  # those that wait for room
         for request in left:
             if request.handle is not None:
                 request.handle.cancel()
@@ -171,7 +173,7 @@ class PagedBatchManager(ContinuousBatchingManager):
         """
         if not self.is_running():
             raise RuntimeError("Cannot pause generation while no generation loop is running.")
-        engine, own = self.model.paged, threading.get_ident()
+        engine, own = engine_of(self.model), threading.get_ident()
         with self._condition:
             if not self._pausing:
                 self._was_paused = engine.is_paused
@@ -214,12 +216,12 @@ class PagedBatchManager(ContinuousBatchingManager):
         given = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
         settings |= {name: value for name, value in given.items() if value is not None}
         batching, adapter = self.continuous_batching_config, settings.pop("adapter", None)
-        self.model.paged.check_adapters([adapter] if adapter is not None else [])
+        engine_of(self.model).check_adapters([adapter] if adapter is not None else [])
         config = with_settings(self.generation_config, settings, "add_request()")
         check_config(config, batching.return_logprobs)
         request = BatchRequest(request_id or "", input_ids, config, batching, adapter, streaming, record_timestamps)
         with self._adding:
-            limit, room = batching.max_queue_size, self.model.paged.room
+            limit, room = batching.max_queue_size, engine_of(self.model).room
             if limit and not room.wait(
                 lambda: self._refusal is not None or len(self._pending) + room.num_waiting < limit, _QUEUE_SECONDS
             ):
@@ -261,7 +263,7 @@ class PagedBatchManager(ContinuousBatchingManager):
         return next(name for number in self._numbers if (name := f"req_{number}") not in taken)
 
     def _submit(self, request: BatchRequest) -> None:
-        engine = self.model.paged
+        engine = engine_of(self.model)
         try:
             arguments = request.submit_arguments(self.model)
             while True:

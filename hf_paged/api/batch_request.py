@@ -11,6 +11,7 @@ from typing import Any
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
+from hf_paged.api.engine_of import engine_of
 from hf_paged.engine.request import Request, TokenEvent
 
 _CHILD = "__child#"  # in the id of a request's further sequences, behind its own
@@ -103,7 +104,7 @@ class BatchRequest:
                 if getattr(config, name) is None:
                     setattr(config, name, value)
         if config.max_new_tokens is None and config.max_length is None:
-            config.max_new_tokens = max(1, model.paged.core.bound.max_context - len(self.prompt))
+            config.max_new_tokens = max(1, engine_of(model).core.bound.max_context - len(self.prompt))
         eos = config.eos_token_id
         given = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
         # "None" would be taken from the model's own config.

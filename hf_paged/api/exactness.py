@@ -59,9 +59,10 @@ def why_not_exact(model: PreTrainedModel, trial: Trial) -> tuple[str, ...]:
         loaded = dtype
         if device.type == "meta":
             dtype, device = torch.float32, torch.device("cpu")
-        if asked := [name for name in OUTPUTS if getattr(model.config, name, False)]:
-            return (f"config.{asked[0]}=True asks its own code for more than logits in each forward",)
-        reasons = list(_of_steps(trial.traits, dtype, device)) or (_of_trial(*trial.tiny, dtype) if trial.tiny else [])
+        asked = [name for name in OUTPUTS if getattr(model.config, name, False)]
+        reasons = [f"config.{name}=True asks its own code for more than logits in each forward" for name in asked]
+        reasons += _of_steps(trial.traits, dtype, device)
+        reasons = reasons or (_of_trial(*trial.tiny, dtype) if trial.tiny else [])
         return (*reasons, *_of_modules(model, loaded))
     except Exception as error:
         return (f"trying whether it is exact raised {error_text(error)}",)

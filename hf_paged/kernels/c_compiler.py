@@ -26,7 +26,10 @@ _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mpr
 INSTRUCTIONS = {
     "AVX2": ("-mavx2", "-mfma"),
     "AVX512": _AVX512,
-    "AVX512_BF16": (*_AVX512, "-mavx512bf16"),  # products of pairs; a compiler may be too old for it
+    "AVX512_BF16": (
+        *_AVX512,
+        "-mavx512bf16",
+    ),  # products of pairs; without them where a compiler is too old
 }
 # Each number is computed as it is written down, in whatever loop, vector or rest of a loop: the compiler may neither
 # reorder sums nor contract products with them. And short loops that copy stay loops, not calls of memcpy.
@@ -56,16 +59,19 @@ def library(
     Args:
         source: The file; headers beside it may be included.
         options: Of the compiler, beyond those of all files.
-        instructions: A key of `INSTRUCTIONS`, or another word for the compiler's default; `None`: what torch found.
+        instructions: A key of `INSTRUCTIONS`, or another word for the compiler's default; `None`: what torch found,
+            as where the compiler doesn't know products of pairs.
         constants: Preprocessor constants.
 
     Raises:
         CompileError: It can't be compiled or loaded here. The first one of a process is also a warning.
     """
     try:
-        options = (*INSTRUCTIONS.get(instructions or torch.backends.cpu.get_cpu_capability(), ()), *options)
-        return _library(source, functions, options, constants)
+        own = INSTRUCTIONS.get(instructions or torch.backends.cpu.get_cpu_capability(), ())
+        return _library(source, functions, (*own, *options), constants)
     except subprocess.CalledProcessError as error:
+        if instructions == "AVX512_BF16":
+            return library(source, functions, options, None, **constants)
         reason = f"does not compile here: {(error.stderr or '').strip()[:300]}"
     except (OSError, ValueError, AttributeError, subprocess.TimeoutExpired) as error:
         why = str(error) if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}"

@@ -16,7 +16,6 @@ enum { LANES = 4 };
 #define EACH(i, count) _Pragma("GCC unroll 8") for (int i = 0; i < count; i++)
 
 typedef float four __attribute__((vector_size(16), aligned(4), may_alias));
-typedef float eight __attribute__((vector_size(32), aligned(4), may_alias));
 typedef float vector __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef float anywhere __attribute__((vector_size(LANES * 4), aligned(1), may_alias)); /* in memory */
 typedef uint32_t bits __attribute__((vector_size(LANES * 4), aligned(4)));
@@ -51,6 +50,8 @@ INLINE four folded(vector a, vector b, vector c, vector d) {
   const __m512 pairs = AGAIN(all, 0x4e), sums = AGAIN(pairs, 0xb1);
   const __m512i ends = _mm512_castsi128_si512(_mm_setr_epi32(0, 4, 8, 12));
   return (four)_mm512_castps512_ps128(_mm512_permutexvar_ps(ends, sums));
+#undef HALVES
+#undef AGAIN
 }
 #else
 INLINE four quarter(vector sum) {

@@ -123,6 +123,7 @@ INLINE void tile(const int rows, const int vectors, const int is_across, const i
     const four result = folded(SUM((4 * i)), SUM((4 * i + 1)), SUM((4 * i + 2)), SUM((4 * i + 3)));
     memcpy(results + 4 * i, &result, sizeof(result));
   }
+#undef SUM
 }
 
 typedef void tile_function(struct operand, struct operand, int64_t, const element *, vector *, int, float *);
@@ -164,12 +165,12 @@ INLINE void finish(const struct part *part, int64_t row, int64_t column, int64_t
   for (int64_t r = 0; r < rows; r++) put(results + r * step, columns, to + r * part->columns, bias);
 }
 
-/* The same of a whole tile along the width: rounded all at once. */
+/* The same along the width; of a whole tile, rounded all at once. */
 INLINE void finish_whole(const struct part *part, int64_t row, int64_t column, int64_t rows, const float *results) {
-  if (!IS_BFLOAT16 || part->bias) return finish(part, row, column, rows, VECTORS, VECTORS, results);
+  if (!IS_BFLOAT16 || part->bias || rows < ROWS) return finish(part, row, column, rows, VECTORS, VECTORS, results);
   element all[ROWS * VECTORS], *to = part->output + row * part->columns + column;
   for (int i = 0; i < ROWS * VECTORS; i++) all[i] = from_float(results[i]);
-  for (int64_t r = 0; r < rows; r++) memcpy(to + r * part->columns, all + r * VECTORS, VECTORS * sizeof(element));
+  EACH(r, ROWS) memcpy(to + r * part->columns, all + r * VECTORS, VECTORS * sizeof(element));
 }
 
 /* A copy with zeros behind the `length` elements of each row. */

@@ -40,7 +40,7 @@ _LIBRARY.define(
 _LIBRARY.define(
     "latent_attention(Tensor query, Tensor kv_cache, int layer, int latent_dim, Tensor block_tables, Tensor seq_lens, "
     "Tensor items, Tensor split, int max_parts, float scale, int window, float softcap, Tensor? sinks, "
-    "Tensor(a!) partials) -> Tensor"
+    "Tensor(a!) partials, bool is_padded=False) -> Tensor"
 )
 
 
@@ -135,13 +135,15 @@ def _latent_attention(
     softcap: float,
     sinks: Tensor | None,
     partials: Tensor,
+    is_padded: bool = False,
 ) -> Tensor:
     _check_latents(kv_cache)
     _check_layer(kv_cache, layer)
     width = kv_cache.shape[5]
     if query.dim() != 3 or query.shape[2] != width or not 0 < latent_dim < width:
         raise ValueError(f"query must be [rows, num_heads, {width}] with a latent in it, got {list(query.shape)}")
-    output = query.new_empty(*query.shape[:2], latent_dim)
+    shape = *query.shape[:2], latent_dim
+    output = query.new_zeros(shape) if is_padded else query.new_empty(shape)  # as above
     where = output, query.contiguous(), kv_cache, layer, block_tables, seq_lens, None
     call = _call(*where, scale, window, softcap, sinks, partials, max_parts)
     latents.latent_decode(call, items.contiguous(), split.contiguous())

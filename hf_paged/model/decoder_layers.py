@@ -348,14 +348,17 @@ class CPULayer(DecoderLayer):
         return found if attended is None else [*found, kernels.behind_attention(states, attended[some], added)]
 
     def agrees(self, one: Tensor, other: Tensor) -> bool:
-        return torch.equal(one[_tried(len(one))] if len(one) > 1 else one[:, _tried(one.shape[1])], other)
+        if one.shape != other.shape:  # some tokens, of `[tokens, heads, head_dim]` or `[1, tokens, width]`
+            one = one[_tried(len(one))] if len(one) > 1 else one[:, _tried(one.shape[1])]
+        return torch.equal(one, other)
 
 
 def _tried(num_tokens: int) -> slice | Tensor:
     """The tokens of a step that a layer is tried with: each is computed by itself, so not all of a long prompt's."""
     if num_tokens <= TRIED:
         return slice(None)
-    return torch.cat([torch.arange(TRIED // 2), torch.arange(num_tokens - TRIED // 2, num_tokens)])
+    tokens = torch.arange(TRIED, device="cpu")
+    return torch.where(tokens < TRIED // 2, tokens, tokens + num_tokens - TRIED)
 
 
 class _NotingStep:

@@ -17,6 +17,7 @@ from hf_paged.attention.backends.torch import TorchBackend
 from hf_paged.attention.backends.triton import TritonBackend
 from hf_paged.attention.decode_work import WorkKind
 from hf_paged.attention.params import AttentionParams
+from hf_paged.kernels import ops
 from hf_paged.kernels.latent_maps import LatentMaps
 
 CPU = torch.device("cpu")
@@ -196,3 +197,18 @@ def test_fp8_pool(dtype: torch.dtype) -> None:
         writer(pool, case.latent_dim).step(case.metadata).write(*parts, layer=1)
         found.append(reader(pool, case.latent_dim).step(case.metadata).attend(case.query, case.params))
     assert error_of(*found) < 1e-6 and error_of(found[0], case.truth()) < 0.2
+
+
+def test_padding_is_zeros() -> None:
+    """Would break: rows that no item lists keep what the memory held, perhaps NaN."""
+    case = Case("decode", "wide", torch.float32)
+    maps, metadata = case.params.maps, case.metadata
+    assert maps is not None
+    query = maps.absorb(case.query)
+    work = metadata.decode_work(WorkKind(*ops.latent_plan(query, case.pool, case.latent_dim)))
+    shown = work.items[work.items[:, 1] == 1]
+    where = query, case.pool, 1, case.latent_dim, metadata.block_tables, metadata.seq_lens
+    settings = SCALE, 0, 0.0, None, torch.zeros(ops.partials_size(work.max_parts, query.shape[1], case.latent_dim))
+    whole = torch.ops.hf_paged.latent_attention(*where, work.items, work.split, work.max_parts, *settings)
+    found = torch.ops.hf_paged.latent_attention(*where, shown, work.split[:0], work.max_parts, *settings, True)
+    assert torch.equal(found[1], whole[1]) and whole.all(dim=-1).all() and not found[[0, 2]].any()

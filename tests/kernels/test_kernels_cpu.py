@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import random
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,16 @@ import torch
 from torch import Tensor
 
 import hf_paged
-from helpers.kernel_cases import LAYOUTS, describe, pairwise, random_tensor, same_bits, step_metadata, strided
+from helpers.kernel_cases import (
+    INSTRUCTIONS_HERE,
+    LAYOUTS,
+    describe,
+    pairwise,
+    random_tensor,
+    same_bits,
+    step_metadata,
+    strided,
+)
 from helpers.kernel_pools import check_written
 from helpers.models import build, random_ids
 from helpers.pairs import logged_messages
@@ -27,7 +37,7 @@ from hf_paged.attention.backends.registry import choose
 from hf_paged.attention.backends.torch import TorchBackend
 from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.attention.params import AttentionParams
-from hf_paged.kernels import c_compiler, cpu, cpu_layers, reference
+from hf_paged.kernels import c_compiler, cpu, cpu_layers, cpu_linear, reference
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 2
@@ -300,6 +310,18 @@ def test_prompt(choice: dict[str, Any]) -> None:
     one_by_one = torch.full(batch.query.shape, 77.0, dtype=batch.dtype)
     decode(batch.query, one_by_one, pool, batch.layer, tokens, *settings)
     assert same_bits(found[1:], one_by_one[1:]), "bits depend on what a row was computed beside"
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS_HERE)
+def test_all_instructions(instructions: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows, rows read together and prompts, of bfloat16: with products of pairs, and without."""
+    monkeypatch.setenv("CC", "gcc -O1")  # compiles in less time
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: instructions)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)  # that is one of these
+    monkeypatch.setattr(cpu, "load", cache(cpu.load.__wrapped__))
+    choice = {"dtype": BF16, "head_dim": 72, "queries_per_kv": 2, "sinks": "the model's", "block_size": 16}
+    for test in (test_decode, test_decode_together, test_prompt):
+        test(choice)
 
 
 @pytest.mark.parametrize("mix", ["mixed", "late one-token chunks", "lengths", "one token"])
@@ -726,6 +748,18 @@ def test_other_compilers(
 ) -> None:
     monkeypatch.setenv("CC", cc.format(compiler(tmp_path / folder, script)))
     assert isinstance(cpu.load(F32, 16), cpu.CPUKernels)
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="its instructions are others")
+def test_a_compiler_that_knows_no_products_of_pairs(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = b'for word; do [ "$word" = -mavx512bf16 ] && exit 1; done; exec gcc "$@" -O0\n'
+    monkeypatch.setenv("CC", compiler(tmp_path / "bin", script))
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    assert isinstance(cpu.load(BF16, 16), cpu.CPUKernels)
+    assert isinstance(cpu_linear.load.__wrapped__(BF16), cpu_linear.CPULinear)
 
 
 def test_a_cc_that_no_shell_would_take(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,6 +191,8 @@ def test_inputs(steps: list[tuple[int, list[int]]], device: str) -> None:
                 assert work.items[: len(expected.items)].equal(expected.items)
                 assert work.split[: len(expected.split)].equal(expected.split)
                 assert (work.items[len(expected.items) :, 1] == -1).all()
+                assert (work.split[len(expected.split) :, 3] == 0).all()
+                assert len(work.items) == kind.max_items(16) and len(work.split) == kind.max_split(16)
                 found += [given.seq_lens, work.items, work.split]
             for kind in queries:
                 work, expected = metadata.query_work(kind), own.query_work(kind)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaModel, LlamaRMSNorm
 
 import hf_paged
@@ -487,3 +488,21 @@ def test_a_class_that_is_wrapped_later(cut: list[tuple[int, int]], monkeypatch: 
     seen.clear()
     assert torch.equal(model.generate(ids, **GREEDY), expected)
     assert seen and all((states != 0).any(dim=-1).all() for states in seen)
+
+
+@pytest.mark.parametrize("length", [1, 64, 70, 200])
+def test_any_first_prompt_will_do(length: int) -> None:
+    """Would break: heads taken for tokens, of which a trial looks at 64; a trial of a prompt's first ones alone."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 264, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 99}
+    config = LlamaConfig(num_attention_heads=66, num_key_value_heads=2, head_dim=4, **sizes)
+    stock = LlamaForCausalLM(config).eval()
+    model, ids = hf_paged.patch(copy.deepcopy(stock), num_blocks=64), random_ids(1, length)
+    found = model.generate(ids, **GREEDY)
+    assert torch.equal(found, stock.generate(ids, **GREEDY))
+    assert [layer.is_same for layer in layers_of(model)] == [True, True]
+    first, rows = layers_of(model)[0], list(range(length))
+    rows = rows if length <= 64 else rows[:32] + rows[-32:]
+    for truth in (torch.randn(1, length, 8), torch.randn(length, 66, 4)):
+        some = truth[:, rows] if len(truth) == 1 < length or truth.shape[2] == 8 else truth[rows]
+        assert first.agrees(truth, some) and not first.agrees(truth, some + 1)

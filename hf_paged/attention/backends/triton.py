@@ -133,6 +133,7 @@ class TritonStep:
             params.softcap or 0.0,
             params.sinks,
             self._partials.get(ops.partials_size(work.max_parts, query.shape[1], width), query.device),
+            metadata.is_recorded and metadata.max_query_len > 1,
         )
 
     def place_of(self, layer: int) -> Place | None:

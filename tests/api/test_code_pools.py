@@ -83,9 +83,10 @@ def test_preemption_and_prefix_hits(preemption: str, kind: str) -> None:
     )
     prompts = [random_ids(1, 9, seed=seed) for seed in range(6)]
     reference = [expected(stock, kind, ids, max_new_tokens=40)[0, 9:].tolist() for ids in prompts]
-    for _ in range(2):
-        outputs = model.paged.generate([ids[0].tolist() for ids in prompts], max_new_tokens=40)
-        assert [output.token_ids for output in outputs] == reference
+    # The last call finds blocks, whatever order others ended in.
+    for some in (prompts, prompts, prompts[:1], prompts[:1]):
+        outputs = model.paged.generate([ids[0].tolist() for ids in some], max_new_tokens=40)
+        assert [output.token_ids for output in outputs] == reference[: len(some)]
     stats = model.paged.stats()
     assert stats.num_preemptions > 0 and stats.prefix_cache_hit_tokens > 0
     assert (stats.num_swapped_out > 0) == (preemption == "swap")

@@ -71,6 +71,7 @@ def library(
         return _library(source, functions, (*own, *options), constants)
     except subprocess.CalledProcessError as error:
         if instructions == "AVX512_BF16":
+            logger.info("hf_paged: %s is compiled without products of pairs: %s", source.name, error.stderr)
             return library(source, functions, options, None, **constants)
         reason = f"does not compile here: {(error.stderr or '').strip()[:300]}"
     except (OSError, ValueError, AttributeError, subprocess.TimeoutExpired) as error:

@@ -29,8 +29,8 @@ from hf_paged.model.weights_version import WeightsVersion
 from hf_paged.model.wrapper import InnerCall, Twin, Wrapper, put_in
 
 DEFAULT_CONTEXT = 8192  # tokens of the longest sequence, of a model that doesn't say
-# New tokens of a recorded step over latents, whose queries are all absorbed. Products by arithmetic: of a short
-# prompt, 128 heads take 20 us a layer for it, and launches saved are 100; behind 4k tokens it is 1.3 times as many.
+# New tokens of a recorded step over latents, whose queries are all absorbed. A guess from counts of products and
+# launches, which no GPU has timed: a replay saves more than that costs, unless they are behind thousands of tokens.
 MOST_ABSORBED = 256
 
 

@@ -752,14 +752,18 @@ def test_other_compilers(
 
 @pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="its instructions are others")
 def test_a_compiler_that_knows_no_products_of_pairs(
-    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    script = b'for word; do [ "$word" = -mavx512bf16 ] && exit 1; done; exec gcc "$@" -O0\n'
+    """Would break: one some years old, by which all of bfloat16 would be torch's."""
+    caplog.set_level("INFO")
+    script = b'for word; do [ "$word" = -mavx512bf16 ] && echo what is $word? >&2 && exit 1; done; exec gcc "$@" -O0\n'
     monkeypatch.setenv("CC", compiler(tmp_path / "bin", script))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     assert isinstance(cpu.load(BF16, 16), cpu.CPUKernels)
     assert isinstance(cpu_linear.load.__wrapped__(BF16), cpu_linear.CPULinear)
+    assert "cpu.c is compiled without products of pairs: what is -mavx512bf16?" in caplog.text
+    assert "plain torch runs in place" not in caplog.text
 
 
 def test_a_cc_that_no_shell_would_take(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 import hf_paged
 from helpers.models import build
 from helpers.pairs import MakePair, Pair
+from helpers.waiting import what_threads_do
 from hf_paged.engine.draft_budget import RowBudget
 
 # The models are tiny: a second thread only waits for the first.
@@ -99,6 +100,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         own = next(item.iter_markers("timeout"), None)
         if own is None and any(item.get_closest_marker(name) for name in ("slow", "gpu", "browser")):
             item.add_marker(pytest.mark.timeout(600))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that takes too long says what the threads do: one that turns in circles slows all others down."""
+    report = yield
+    if call.excinfo is not None and str(call.excinfo.value).startswith("Timeout"):
+        report.sections.append(("Threads", what_threads_do()))
+    return report
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -183,3 +184,9 @@ def _temporary_folder() -> Path:
 @lru_cache
 def _temporary_directory() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="hf_paged")
+
+
+def address_of(kernel: Any) -> int:
+    address = ctypes.cast(kernel, ctypes.c_void_p).value
+    assert address is not None
+    return address

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_paged.kernels import reference
-from hf_paged.kernels.c_compiler import CompileError, instructions_of, library
+from hf_paged.kernels.c_compiler import CompileError, address_of, instructions_of, library
 from hf_paged.kernels.layers import InputError
 from hf_paged.kernels.padded_groups import PaddedGroup
 from hf_paged.kernels.scaled_rows import SCALE_BYTES, head_dim_of
@@ -90,6 +90,7 @@ class CPUKernels:
         self.num_parts = 2 if latent_dim is None else 1
         self.stored = (head_dim, head_dim) if latent_dim is None else (latent_dim, head_dim - latent_dim)
         self.write, self.attend = library.hf_paged_write, library.hf_paged_attend
+        self.write_at, self.attend_at = address_of(self.write), address_of(self.attend)
         library.hf_paged_rows.restype = ctypes.c_int64
         self._rows: int = library.hf_paged_rows()
         for function, kind in ((self.write, _Write), (self.attend, _Attend)):
@@ -178,15 +179,15 @@ class StepCalls:
 
     def writes(
         self, key: Tensor, value: Tensor, layers: Sequence[int], slot_mapping: Tensor
-    ) -> tuple[Any, ctypes.Array[_Write]]:
+    ) -> tuple[int, ctypes.Array[_Write]]:
         """What `write` does for several layers, whose keys and values come one after another into the same memory.
 
         Returns:
-            The kernel, and its arguments for each layer.
+            The kernel's address, and its arguments for each layer.
         """
         made = (_Write * len(layers))(*[self._writing(key, value, layers[0], slot_mapping)] * len(layers))
         self._place(made, layers)
-        return self._kernels.write, made
+        return self._kernels.write_at, made
 
     def _place(self, made: Any, layers: Sequence[int]) -> None:
         if not 0 <= min(layers) <= max(layers) < self._num_layers:
@@ -315,12 +316,12 @@ class StepCalls:
         scale: float,
         sliding_window: int | None,
         softcap: float | None,
-    ) -> tuple[Any, ctypes.Array[_Attend]]:
+    ) -> tuple[int, ctypes.Array[_Attend]]:
         """What `attend` does for several layers, with the same settings and tensors; see `writes`."""
         arguments = self._attending(query, output, layers[0], rows, scale, sliding_window, softcap, None, None)
         made = (_Attend * len(layers))(*[arguments] * len(layers))
         self._place(made, layers)
-        return self._kernels.attend, made
+        return self._kernels.attend_at, made
 
     def _attending(
         self,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_paged.kernels.c_compiler import address_of
 from hf_paged.kernels.cpu_adapters import Adapters, CPUAdapters, Table
 from hf_paged.kernels.cpu_layers import Add, CPULayers, Gate, RMSNorm, Rotary
 from hf_paged.kernels.cpu_linear import CPULinear
@@ -481,9 +482,3 @@ class _Calls:
         self.addresses = [(address_of(kernel), ctypes.addressof(arguments)) for kernel, arguments in calls]
         self._calls = (_Call * len(calls))(*(_Call(*own) for own in self.addresses))
         self.run: Callable[[], None] = partial(function, ctypes.addressof(self._calls), len(calls))
-
-
-def address_of(kernel: Any) -> int:
-    address = ctypes.cast(kernel, ctypes.c_void_p).value
-    assert address is not None
-    return address

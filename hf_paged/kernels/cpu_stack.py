@@ -15,7 +15,6 @@ from hf_paged.kernels.cpu_decoder import (
     DecoderSettings,
     Heads,
     Scratch,
-    address_of,
     are_states,
     check,
     is_of,
@@ -27,8 +26,8 @@ from hf_paged.kernels.layers import InputError
 
 MOST = 64  # rows: the results of all layers are held at once
 
-# Kernels that all layers call between their two parts, and the arguments of each, an array with one of each layer.
-AttentionCalls: TypeAlias = Sequence[tuple[Any, ctypes.Array[Any]]]
+# Addresses of kernels that all layers call between their two parts, and the arguments, an array with one of each layer.
+AttentionCalls: TypeAlias = Sequence[tuple[int, ctypes.Array[Any]]]
 # Makes them for queries, keys, values and the result, `[rows, heads, head_dim]` each, the same of all layers.
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], AttentionCalls]
 
@@ -63,6 +62,7 @@ class CPUDecoderStack:
         ]
         given = [(layers, linears, None, own, places) for own in settings]
         self._layers = [(Heads(*own), Behind(*own)) for own in given]
+        self._shape = (0, 0)  # rows and threads
         self._calls: dict[int, np.ndarray] = {}  # `[layers, calls, 2]` int64, by the number of attention's kernels
 
     def compute(self, states: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, ...]:
@@ -80,29 +80,37 @@ class CPUDecoderStack:
         if not (
             are_states(states, self._width, self._dtype)
             and rows <= MOST
-            and all(is_of(own, (1, rows, dim), self._dtype) for own in (cos, sin))
+            and is_of(cos, (1, rows, dim), self._dtype)
+            and is_of(sin, (1, rows, dim), self._dtype)
             and dim <= self.buffers[0].shape[2]
             and dim % 2 == 0
         ):
             raise InputError(
                 "decoder layers", "states of their width, and cos and sin", states=states, cos=cos, sin=sin
             )
-        query, key, value, attended = (own[:rows] for own in self.buffers)
+        query, key, value, attended = [own[:rows] for own in self.buffers]
         attention = attend(query, key, value, attended)
         with torch.inference_mode(False):  # in which tensors don't count how often they are written to
             result = torch.empty((len(self._layers), *states.shape), dtype=self._dtype, device="cpu")
             results = result.unbind()
         angles, places = (cos.data_ptr(), sin.data_ptr(), dim), (query.data_ptr(), key.data_ptr(), value.data_ptr())
-        threads, size, before, behind = torch.get_num_threads(), states.nbytes, states.data_ptr(), results[0].data_ptr()
+        self._set_shape(rows, torch.get_num_threads())
+        size, before, behind = states.nbytes, states.data_ptr(), results[0].data_ptr()
         for first, second in self._layers:
-            first.set_shape(rows, threads)
             first.place(before, angles, places)
-            second.set_shape(rows, threads)
             second.place(before, attended.data_ptr(), behind)
             before, behind = behind, behind + size
         calls = self._calls_with(attention)
         self._run(calls.ctypes.data, calls.size // 2)
         return results
+
+    def _set_shape(self, rows: int, threads: int) -> None:
+        if self._shape != (rows, threads):
+            self._shape = (0, 0)  # until all is set
+            for first, second in self._layers:
+                first.set_shape(rows, threads)
+                second.set_shape(rows, threads)
+            self._shape = rows, threads
 
     def _calls_with(self, attention: AttentionCalls) -> np.ndarray:
         number, num_layers = len(attention), len(self._layers)
@@ -118,7 +126,7 @@ class CPUDecoderStack:
             self._calls[number] = calls
         for index, (kernel, arguments) in enumerate(attention):
             own = calls[:, place + index]
-            own[:, 0] = address_of(kernel)
+            own[:, 0] = kernel
             start, stride = ctypes.addressof(arguments), ctypes.sizeof(arguments._type_)
             own[:, 1] = start + stride * np.arange(num_layers)
         return calls

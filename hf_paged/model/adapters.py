@@ -321,7 +321,7 @@ class Adapters:
 
     def have_moved(self, used: Iterable[Adapter]) -> bool:
         """Whether one of these was written to since it was last looked at."""
-        return self._has_new or any(adapter.has_moved() for adapter in used)
+        return self._has_new or any(map(Adapter.has_moved, used))
 
     def refresh(self, used: Iterable[Adapter]) -> bool:
         """Takes over what changed of these; whether any adapter has changed since this was last asked."""

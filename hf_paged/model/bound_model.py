@@ -128,7 +128,7 @@ class BoundModel:
     @property
     def layer_devices(self) -> tuple[torch.device | None, ...] | None:
         """See `Placement.layers`; as of when `placement` was last asked for."""
-        return self._placement.layers(self.traits.num_layers)
+        return self._placement.layers(len(self.traits.layers))
 
     @property
     def why_unrecorded(self) -> str | None:

@@ -23,7 +23,7 @@ from hf_paged.model.adapted_layers import AdaptedLayer, added_to
 from hf_paged.model.fused_layers import GatedMLP, Norm, is_as_tried
 from hf_paged.model.fused_rotary import NAME, RotaryAttention
 from hf_paged.model.joined_linears import are_plain
-from hf_paged.model.layer_stacks import Ahead, LayerStacks
+from hf_paged.model.layer_stacks import LayerStacks
 from hf_paged.model.linears import Linear
 from hf_paged.model.module_overrides import CALL, ModuleOverride, Survey, has_hooks, is_library_code, is_untouched
 from hf_paged.model.peft_layers import is_tuner, without_adapters
@@ -119,7 +119,7 @@ class WeightsInUse:
                 each.places = tuple(places[first : (first := first + len(each.parts.tables))])
             self.num_moves += 1
             self._places = places
-        self.may_add = self._has_tuners or any(isinstance(own.get(CALL), AdaptedLayer) for own in self._outer)
+        self.may_add = self._has_tuners or AdaptedLayer in [type(own.get(CALL)) for own in self._outer]
         self._forward = forward
 
     def _find(self, tables: list[tuple[dict[str, Tensor | None], str]]) -> list[int]:
@@ -210,30 +210,33 @@ class DecoderLayer(ModuleOverride):
         self.weights = survey.shared(WeightsInUse)
         self.weights.watch(self)
 
+    @property
+    def is_taken(self) -> bool:
+        """Whether its parts are, and its activation is the one that it was tried with."""
+        mlp = self.parts.mlp
+        return self.is_whole and getattr(mlp.module, mlp.name, None) is mlp.activation
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         mask: Any = kwargs.get("attention_mask")
         angles = kwargs.get("position_embeddings")
         if self.is_same is False or len(args) != 1 or not hasattr(mask, MARK) or not isinstance(angles, tuple):
             return self.module._call_impl(*args, **kwargs)
-        context, mlp, states = current_context(mask), self.parts.mlp, args[0]
-        step, wanted = context.step, context.wanted
-        is_current = self.is_whole and not self.survey.has_new_hooks and context.noting is None
-        if not is_current or getattr(mlp.module, mlp.name, None) is not mlp.activation:
+        context, states = current_context(mask), args[0]
+        if not self.is_taken or self.survey.has_new_hooks or context.noting is not None:
             return self.module._call_impl(*args, **kwargs)
         self.weights.look(context, self)
         if not all(self.places):  # one is gone
             return self.module._call_impl(*args, **kwargs)
         try:
             if self.params is None or self.places != self._tried:
-                return self._try(step, mask, angles, *args, **kwargs)
-            return self.compute_layer(step, wanted, states, angles, self.params)
+                return self._try(context.step, mask, angles, *args, **kwargs)
+            return self.compute_layer(context, states, angles, self.params)
         except InputError:
             return self.module._call_impl(*args, **kwargs)
 
     def compute_layer(
         self,
-        step: PagedStep,
-        wanted: WantedTokens | None,
+        context: ForwardContext,
         states: Tensor,
         angles: tuple[Tensor, Tensor],
         params: AttentionParams,
@@ -275,23 +278,29 @@ class DecoderLayer(ModuleOverride):
 class CPULayer(DecoderLayer):
     """Computed in C."""
 
-    __slots__ = ("_stacks", "ahead", "kernels")
+    __slots__ = ("_stacks", "kernels")
 
     def __init__(self, module: Any, parts: Parts, survey: Survey) -> None:
         super().__init__(module, parts, survey)
         self.kernels: CPUDecoderLayer | None = None
-        self.ahead: Ahead | None = None
         self._stacks = survey.shared(LayerStacks)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if (ahead := self._stacks.ahead.pop(self, None)) is not None:
+            if ahead.fits(args, kwargs):
+                return ahead.result
+            self._stacks.forget()
+        return super().forward(*args, **kwargs)
 
     def compute_layer(
         self,
-        step: PagedStep,
-        wanted: WantedTokens | None,
+        context: ForwardContext,
         states: Tensor,
         angles: tuple[Tensor, Tensor],
         params: AttentionParams,
     ) -> Tensor:
         assert self.kernels is not None
+        step, wanted = context.step, context.wanted
         # By its number, and where it is: layers may have been put in another order.
         is_last = self.parts.attention.module is self.survey.last
         if wanted is not None and is_last and wanted.layer == params.layer:
@@ -299,7 +308,7 @@ class CPULayer(DecoderLayer):
         is_own = vars(self.module).get(CALL) is self  # else it is called with copies of what the layer before returned
         is_usual = self.weights.is_plain and is_own and wanted is None and not self.weights.may_add
         stacks = self._stacks if is_usual else None
-        if stacks is not None and (result := stacks.take(self, step, states, angles)) is not None:
+        if stacks is not None and (result := stacks.take(self, context, states, angles)) is not None:
             return result
         added = added_to(self.parts.outer, states) if self.weights.may_add else None
         query, key, value = self.kernels.before_attention(states, *angles, added)

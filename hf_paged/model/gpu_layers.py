@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_paged.attention.backends.registry import PagedStep
-from hf_paged.attention.context import WantedTokens
+from hf_paged.attention.context import ForwardContext
 from hf_paged.attention.params import AttentionParams
 from hf_paged.kernels.cpu_layers import CPULayers
 from hf_paged.kernels.layers import InputError
@@ -61,13 +61,12 @@ class GPULayer(DecoderLayer):
 
     def compute_layer(
         self,
-        step: PagedStep,
-        wanted: WantedTokens | None,
+        context: ForwardContext,
         states: Tensor,
         angles: tuple[Tensor, Tensor],
         params: AttentionParams,
     ) -> Tensor:
-        heads = self._heads(states)
+        step, heads = context.step, self._heads(states)
         query = self._write_at_once(step, heads, angles, params.layer)
         if query is None:
             query, key, value = self._rotated(heads, angles)

@@ -13,6 +13,7 @@ from hf_paged.kernels.cpu_stack import MOST, CPUDecoderStack
 from hf_paged.kernels.layers import InputError
 
 if TYPE_CHECKING:
+    from hf_paged.attention.context import ForwardContext
     from hf_paged.model.decoder_layers import CPULayer
 
 
@@ -20,15 +21,27 @@ class Ahead(NamedTuple):
     """What was computed for a layer, and what it has to be called with for that.
 
     Attributes:
-        step: As `states` and `angles`, the very object.
+        mask: The sentinel of its forward; as `states` and `angles`, the very object.
         version: How often the states had been written to.
     """
 
-    step: Any
+    mask: Tensor
     states: Tensor
     version: int
     angles: tuple[Tensor, Tensor]
     result: Tensor
+
+    def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a layer that is called with these arguments gives this result."""
+        angles = kwargs.get("position_embeddings")
+        return (
+            len(args) == 1
+            and args[0] is self.states
+            and self.version == self.states._version
+            and kwargs.get("attention_mask") is self.mask
+            and isinstance(angles, tuple)
+            and all(map(operator.is_, self.angles, angles))
+        )
 
 
 class LayerStacks:
@@ -36,9 +49,13 @@ class LayerStacks:
 
     What lies between two layers is the model's own code. So a forward is watched first; and each layer takes what was
     computed for it only where it is called with the very input that this was computed of.
+
+    Attributes:
+        ahead: What layers are to take in this forward.
     """
 
     def __init__(self) -> None:
+        self.ahead: dict[CPULayer, Ahead] = {}
         self._stacks: dict[int, tuple[list[CPULayer], CPUDecoderStack]] | None = None  # by the first layer's id
         self._num_moves = 0  # of weights, when that was found
         self._noted: list[list[CPULayer]] = []
@@ -51,22 +68,16 @@ class LayerStacks:
 
     def forget(self) -> None:
         """Lets the next forward be watched."""
-        self._drop()
+        self.ahead.clear()
         self._stacks, self._noted, self._last = None, [], None
 
-    def take(self, layer: CPULayer, step: Any, states: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor | None:
-        """The layer's result; `None`: it is to be computed by itself, and told to `note`."""
-        ahead, layer.ahead = layer.ahead, None
-        if (
-            ahead is not None
-            and ahead.step is step
-            and ahead.states is states
-            and ahead.version == states._version
-            and all(map(operator.is_, ahead.angles, angles))
-        ):
-            return ahead.result
-        if ahead is not None:
-            self.forget()
+    def take(
+        self, layer: CPULayer, context: ForwardContext, states: Tensor, angles: tuple[Tensor, Tensor]
+    ) -> Tensor | None:
+        """The layer's result, with those behind it computed ahead; `None`: it is to be computed by itself, and told to
+        `note`.
+        """
+        step: Any = context.step
         if states.shape[1] > MOST or not hasattr(step, "calls"):
             return None
         if layer.weights.num_moves != self._num_moves:
@@ -79,16 +90,15 @@ class LayerStacks:
         if found is None:
             return None
         layers, kernels = found
-        if any(one.ahead is not None for one in layers):  # left by a forward that went another way
+        if self.ahead or [one for one in layers[1:] if not one.is_taken]:  # a forward goes another way
             self.forget()
             return None
-        params = [one.params for one in layers]
         try:
-            results = kernels.compute(states, *angles, partial(step.calls, params))
+            results = kernels.compute(states, *angles, partial(step.calls, [one.params for one in layers]))
         except InputError:  # of this step's rows
             return None
         for one, before, own in zip(layers[1:], results, results[1:], strict=False):
-            one.ahead = Ahead(step, before, before._version, angles, own)
+            self.ahead[one] = Ahead(context.sentinel, before, before._version, angles, own)
         return results[0]
 
     def note(self, layer: CPULayer, step: Any, states: Tensor, angles: tuple[Tensor, Tensor], result: Tensor) -> None:
@@ -118,13 +128,5 @@ class LayerStacks:
     def end(self) -> None:
         """Behind a forward: drops what no layer took."""
         self._last = None
-        if self._drop():
+        if self.ahead:
             self.forget()
-
-    def _drop(self) -> bool:
-        found = False
-        for layers, _ in (self._stacks or {}).values():
-            for layer in layers:
-                found |= layer.ahead is not None
-                layer.ahead = None
-        return found

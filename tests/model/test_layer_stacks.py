@@ -157,7 +157,7 @@ def test_code_between_layers(first: Any, code: Any, road: Any, stacks: list[tupl
             one.model.layers.code = now
         stacks.clear()
         assert road(model, ids) == by_generate(stock, ids)
-        assert not any(layer.ahead for layer in layers_of(model))
+        assert not layers_of(model)[0].survey.shared(layer_stacks.LayerStacks).ahead
         sizes.append([size for _, size in stacks])
         found = layers_of(model)[0].survey
         assert survey in (None, found), "what was found is not forgotten in between"

@@ -264,3 +264,23 @@ def test_layers_of_several_shapes(stacks: list[tuple[int, int]]) -> None:
     for _ in range(2):
         assert torch.equal(model.generate(IDS, **GREEDY), stock.generate(IDS, **GREEDY))
     assert not stacks
+
+
+def test_an_activation_that_changes_between_two_steps(stacks: list[tuple[int, int]]) -> None:
+    """Would break: a layer that takes what was computed ahead, by what its first one looked at alone."""
+
+    def generate(model: Any, number: int) -> list[list[int]]:
+        mlp, own = model.model.layers[2].mlp, model.model.layers[2].mlp.act_fn
+
+        def processor(ids: Tensor, scores: Tensor) -> Tensor:
+            mlp.act_fn = nn.Tanh() if ids.shape[1] - IDS.shape[1] > 2 else own
+            return scores
+
+        found = model.generate(IDS - number, **GREEDY, logits_processor=[processor])
+        mlp.act_fn = own
+        return found.tolist()  # type: ignore[no-any-return]
+
+    stock, model = built(), patched()
+    for number in range(2):
+        assert generate(model, number) == generate(stock, number)
+    assert stacks

@@ -96,10 +96,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             seen[test] += 1
         config.hook.pytest_deselected(items=[*set(items) - set(kept)])
         items[:] = kept
-    for item in items:
-        own = next(item.iter_markers("timeout"), None)
-        if own is None and any(item.get_closest_marker(name) for name in ("slow", "gpu", "browser")):
-            item.add_marker(pytest.mark.timeout(600))
 
 
 @pytest.hookimpl(wrapper=True)

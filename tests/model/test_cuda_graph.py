@@ -412,7 +412,6 @@ def test_compiled(recorder: Recorder, compiled: list[dict[str, Any]]) -> None:
 
 @compiles
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "qwen3_moe"])
 def test_compiled_to_machine_code(name: str, recorder: Recorder) -> None:
     ids = random_ids(3, 6)
@@ -423,7 +422,6 @@ def test_compiled_to_machine_code(name: str, recorder: Recorder) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(600)
 @compiles
 def test_compiled_on_a_gpu(recorder: Recorder) -> None:
     ids = random_ids(3, 6).cuda()

@@ -45,7 +45,8 @@ class TestSoak:
             return {name: value + 0.1 for name, value in run.model.state_dict().items()}
 
         monkeypatch.setattr(soak.Soak, "_weights", other_weights)
-        report = soak.soak(40, lengths, verify_every=1, num_clients=8)
+        monkeypatch.setattr(soak, "MIX", {"greedy": 1})  # wrong beams are searched for again and again
+        report = soak.soak(12, lengths, verify_every=1, num_clients=4)
         assert any("NOT certified" in violation for violation in report["violations"])
 
     def test_leaked_blocks_are_a_violation(
@@ -80,7 +81,7 @@ class TestThreads:
         assert 5 <= row["hf_paged"]["model_steps"] <= 15
         for way in threads.WAYS:
             figures = row[way]
-            assert figures["tokens_per_second"] == pytest.approx(15 / figures["seconds"], rel=0.02)
+            assert figures["tokens_per_second"] == pytest.approx(15 / figures["seconds"], rel=0.02, abs=0.06)
             if mode == "beam":
                 assert figures["first_token_seconds"] is None
             else:

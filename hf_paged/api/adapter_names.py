@@ -12,7 +12,7 @@ from torch import nn
 from hf_paged.api.engine_of import ENGINE
 from hf_paged.engine.call_context import within
 from hf_paged.model.hooks import RowsHook, is_for_rows
-from hf_paged.model.peft_layers import is_tuner
+from hf_paged.model.peft_layers import tuners_among
 
 _BASE = "_hf_paged_tuner"  # the class that it was of
 _REGISTER = "register_forward_pre_hook"
@@ -59,7 +59,7 @@ def _guarded_class(base: Any) -> Any:
         with ExitStack() as stack:
             with engine.exclusive():
                 # This thread's from the first moment on: forwards of others, by stock, don't wait for their turn.
-                tuners = list(filter(is_tuner, self.modules()))
+                tuners = tuners_among(self.modules())
                 for tuner in tuners:
                     vars(tuner)[_REGISTER] = partial(_register, tuner)
                 try:

@@ -279,13 +279,12 @@ class Heads:
             self.set_shape(min(PIECE, tokens - first), threads)
             if added is not None:
                 self._adding.set_piece(added, first)
-            angle, query_row, key_row = (
-                first * each * size for each in (rotary_dim, query_heads * self._dim, key_heads * self._dim)
-            )
+            at = first * size
+            query_at, key_at = at * query_heads * self._dim, at * key_heads * self._dim
             self.place(
-                states.data_ptr() + first * self._width * size,
-                (cos.data_ptr() + angle, sin.data_ptr() + angle, rotary_dim),
-                (query.data_ptr() + query_row, key.data_ptr() + key_row, value.data_ptr() + key_row),
+                states.data_ptr() + at * self._width,
+                (cos.data_ptr() + at * rotary_dim, sin.data_ptr() + at * rotary_dim, rotary_dim),
+                (query.data_ptr() + query_at, key.data_ptr() + key_at, value.data_ptr() + key_at),
             )
             self.calls.run()
         return query, key, value

@@ -17,7 +17,7 @@ from hf_paged.kernels.low_rank import LowRank
 from hf_paged.kernels.slot_tables import LayerTable
 from hf_paged.kernels.transfers import to_device
 from hf_paged.model.module_overrides import CALL, ModuleOverride, has_hooks
-from hf_paged.model.peft_layers import is_merged, is_tuner
+from hf_paged.model.peft_layers import is_merged, tuners_among
 
 _FIRST_SLOTS = 8
 _EMPTY = Table(0)
@@ -211,7 +211,7 @@ def added_to(modules: list[nn.Module], states: Tensor) -> Added | None:
         InputError: Not by the kernel alone.
     """
     found = [own for module in modules if isinstance(own := module.__dict__.get(CALL), AdaptedLayer)]
-    if sum(map(is_tuner, modules)) > sum(layer.base is not layer.module for layer in found):
+    if len(tuners_among(modules)) > sum(layer.base is not layer.module for layer in found):
         raise InputError("decoder layer", "PEFT's layers whose own forward is not needed", states=states)
     layers = [layer for layer in found if not is_merged(layer.module)]
     rows = next((rows for layer in layers if (rows := layer.current()) is not None), None)

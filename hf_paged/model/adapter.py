@@ -116,4 +116,4 @@ class Adapter:
 
 
 def _samples(tensors: list[Tensor]) -> list[Tensor]:
-    return [own for tensor in tensors if tensor.ndim == 2 for own in samples(tensor)]
+    return samples([tensor for tensor in tensors if tensor.ndim == 2])

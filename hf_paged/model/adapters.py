@@ -75,7 +75,7 @@ class Adapters:
         """Finds PEFT's layers anew; returns the modules that all rows share, or all, where PEFT's own code runs."""
         self._clear_gone()
         modules = peft_layers.shared_modules(model)
-        tuners = [module for module in modules if peft_layers.is_tuner(module)]
+        tuners = peft_layers.tuners_among(modules)
         is_replaced = self._find_named(model, modules)
         if is_replaced or len(tuners) != len(self._tuners) or any(map(operator.is_not, tuners, self._tuners)):
             self._tuners = tuners

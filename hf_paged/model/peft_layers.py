@@ -23,9 +23,13 @@ _KINDS = (
 _KEPT = "adapter_layer_names"  # the attribute of PEFT's layers that names what they keep of adapters
 
 
+def tuners_among(modules: Iterable[nn.Module]) -> list[Any]:
+    """Layers of PEFT's around other ones, or instead of them."""
+    return [module for module in modules if hasattr(type(module), _KEPT) and hasattr(module, "active_adapters")]
+
+
 def is_tuner(module: nn.Module) -> bool:
-    """Whether it is a layer of PEFT's around another one, or instead of it."""
-    return hasattr(type(module), _KEPT) and hasattr(module, "active_adapters")
+    return bool(tuners_among([module]))
 
 
 def inner(layer: Any) -> nn.Module:
@@ -69,7 +73,8 @@ def shared_modules(model: nn.Module, without: nn.Module | None = None) -> list[n
         module = stack.pop()
         if module is not None and module is not without and id(module) not in found:
             found[id(module)] = module
-            stack += [inner(module)] if is_tuner(module) else reversed(module._modules.values())
+            is_around = hasattr(type(module), _KEPT) and is_tuner(module)
+            stack += [inner(module)] if is_around else reversed(module._modules.values())
     return list(found.values())
 
 
@@ -98,10 +103,10 @@ def why_shared(modules: Iterable[nn.Module], is_whole: bool) -> str | None:
         is_whole: It is not split between processes.
     """
     modules = list(modules)
-    tuners = [module for module in modules if is_tuner(module)]
+    tuners = tuners_among(modules)
     if tuners and not is_whole:
         return "the model is split between processes (tp_plan)"
-    if any(is_tuner(own) for module in modules if (own := module._modules.get(OF_LATENTS)) is not None):
+    if tuners_among([own for module in modules if (own := module._modules.get(OF_LATENTS)) is not None]):
         return f"{OF_LATENTS} makes keys and values of what is cached, for all rows at once"
     return next((why for layer in tuners if (why := why_own_code(layer))), None)
 

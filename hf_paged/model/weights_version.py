@@ -124,8 +124,7 @@ class WeightsVersion(Lasting):
         is_same_weights = not self._was_stepped and are_same and versions == self._versions
         if not is_same_weights or not is_same_code:
             self._check_whole(model)
-        matrices = {id(t): t for t in tensors if t.ndim == 2}.values()
-        seen = [sample for matrix in matrices for sample in samples(matrix)]
+        seen = samples({id(t): t for t in tensors if t.ndim == 2}.values())
         is_same_weights = is_same_weights and all(map(torch.equal, seen, self._samples))
         if not is_same_weights:
             self._tensors, self._versions = [weakref.ref(t) for t in tensors], versions

@@ -355,7 +355,7 @@ def test_data_that_no_sample_shows() -> None:
     key = model.paged.core.weights_version.key()
     for one in (stock, model):
         weight = one.model.layers[0].self_attn.v_proj.weight
-        samples = samples_of(nn.Parameter(weight.data))
+        samples = samples_of([nn.Parameter(weight.data)])
         kept = [sample.clone() for sample in samples]
         weight.data += 2.0
         for sample, elements in zip(samples, kept, strict=True):

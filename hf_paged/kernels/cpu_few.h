@@ -12,6 +12,7 @@ struct few {
     element pairs[FEW][KEY_STEPS * STEP];
   };
   float scale;
+  element weights[FEW][KEYS];                           /* of a tile, rounded */
   vector sum[FEW][VALUE_STEPS][PAIR];                   /* of first, of second... elements */
   float largest[FEW], total[FEW];
   int64_t first[FEW], end[FEW];                         /* tokens that a row sees */
@@ -132,21 +133,41 @@ INLINE void multiply_few(const struct few *few, const int rows, int p, int s, co
 #endif
 }
 
+#if IS_BY_PAIRS
+/* First or second elements of two rows, side by side. */
+INLINE numbers both_of(vector first, vector second, const int which) {
+  const numbers a = which ? (numbers)first >> 16 : (numbers)first, b = which ? (numbers)second : (numbers)second << 16;
+  return (numbers)_mm512_mask_blend_epi16(0xaaaaaaaa, (__m512i)a, (__m512i)b);
+}
+#endif
+
 /* Adds up to STEP elements of the values, `steps` times, from step `s` on: of their fours, `at_once` from `first` on.
    Of the next tile's, every `every`-th is fetched, from the one numbered `pass` on: memory is busy all the time. */
 INLINE void add_some(struct few *few, const int rows, int s, const int steps, const int count, const int first,
                      const int at_once, float (*weight)[KEYS], const float *factor, const int pass, const int every) {
   vector sum[FEW][MOST_STEPS][PAIR]; /* of constant sizes, or they would not stay in registers */
   EACH(r, rows) EACH(i, steps) EACH(w, at_once) sum[r][i][w] = few->sum[r][s + i][first + w] * factor[r];
-  for (int k = 0; k < KEYS; k++) {
-    if (k % every == pass) fetch(few->next[k] + few->to_values);
+  for (int k = 0; k < KEYS; k += TOKENS) {
     EACH(i, steps) {
       const vector value = load(few->values[k] + (s + i) * STEP, count);
+#if IS_BY_PAIRS
+      const vector next = load(few->values[k + 1] + (s + i) * STEP, count);
+      EACH(w, at_once) {
+        const numbers own = both_of(value, next, first + w);
+        EACH(r, rows) {
+          int32_t pair;
+          memcpy(&pair, few->weights[r] + k, sizeof pair);
+          sum[r][i][w] = multiply_pairs((numbers){0} + pair, own, sum[r][i][w]);
+        }
+      }
+#else
       EACH(w, at_once) {
         const vector own = element_of(value, first + w);
         EACH(r, rows) sum[r][i][w] = multiply_add(weight[r][k], own, sum[r][i][w]);
       }
+#endif
     }
+    EACH(t, TOKENS) if ((k + t) % every == pass) fetch(few->next[k + t] + few->to_values);
   }
   EACH(r, rows) EACH(i, steps) EACH(w, at_once) few->sum[r][s + i][first + w] = sum[r][i][w];
 }
@@ -196,6 +217,14 @@ INLINE void attend_few_keys(struct few *few, const int rows, int64_t start, floa
     factor[r] = weigh_few(few, r, weight[r], start, softcap);
     if (IS_SCALED)
       for (int k = 0; k < KEYS; k++) weight[r][k] *= few->value_scale[k];
+#if IS_BY_PAIRS
+    for (int k = 0; k < KEYS; k += LANES) {
+      vector own;
+      memcpy(&own, weight[r] + k, sizeof own);
+      const __m256i elements = rounded(own);
+      memcpy(few->weights[r] + k, &elements, sizeof elements);
+    }
+#endif
   }
   enum { WHOLE = VALUE_DIM / STEP };
   const int most = rows > 4 || rows * PAIR > 8 ? 1 : rows * PAIR > 2 ? 2 : 4, steps = most < WHOLE ? most : WHOLE ? WHOLE : 1;

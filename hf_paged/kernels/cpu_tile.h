@@ -6,7 +6,8 @@
    (see c_compiler.py); what is contracted is written so.
 
    A row of codes is multiplied as it lies; its scale goes to the score, or to the weight. Where a processor multiplies
-   bfloat16 two by two, so are queries and keys, and the product is scaled behind that.
+   bfloat16 two by two, so are queries and keys, and the product is scaled behind that; and weights, rounded once they
+   are added up, and values of two tokens.
 
    Needs cpu_stored.h, HEAD_DIM and VALUE_DIM. */
 #if defined(__FMA__)
@@ -40,12 +41,22 @@ static inline void add_bias(const struct by_distance *own, float *scores, int64_
 
 #if defined(__AVX512BF16__) && IS_BFLOAT16 && STORED == 0 && HEAD_DIM % 2 == 0
 #define IS_BY_PAIRS 1
+enum { TOKENS = 2 }; /* whose values are multiplied at once */
 /* Adds both products of two elements, in one order, to each lane. */
 static inline vector multiply_pairs(numbers a, numbers b, vector c) {
   return (vector)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
 }
+
+/* Lanes rounded to elements. */
+static inline __m256i rounded(vector x) { return (__m256i)_mm512_cvtneps_pbh((__m512)x); }
+
+/* The same of two vectors, lane by lane side by side. */
+static inline numbers paired(vector first, vector second) {
+  return (numbers)_mm512_cvtepu16_epi32(rounded(first)) | (numbers)_mm512_cvtepu16_epi32(rounded(second)) << 16;
+}
 #else
 #define IS_BY_PAIRS 0
+enum { TOKENS = 1 };
 #endif
 
 /* Of `vectors` vectors of rows; those of one dimension (or a pair), or one key, lie side by side. */
@@ -58,7 +69,8 @@ struct tile {
   vector scores[KEYS * VECTORS], largest[VECTORS], total[VECTORS];
   numbers first[VECTORS], end[VECTORS]; /* tokens that a row sees */
   union { float keys[KEYS][HEAD_DIM]; element key_pairs[KEYS][HEAD_DIM]; };
-  float values[KEYS][VALUES], scale;
+  union { float values[KEYS][VALUES]; element value_pairs[KEYS / 2][VALUES][2]; }; /* pairs of tokens */
+  float scale;
   float key_scale[KEYS], value_scale[KEYS]; /* of codes */
   struct by_distance bias[ROWS];
   int64_t vectors;
@@ -94,8 +106,7 @@ static void clear_tile(struct tile *tile, int64_t rows, const char *pool, int64_
   memset(tile->bias, 0, sizeof tile->bias);
   for (int i = 0; i < RUNS; i++) tile->ahead[i] = pool, tile->num_bytes[i] = 0;
   tile->to_values = to_values;
-  for (int k = 0; k < KEYS; k++)
-    for (int d = VALUE_DIM; d < VALUES; d++) tile->values[k][d] = 0;
+  if (VALUES > VALUE_DIM) memset(tile->values, 0, sizeof tile->values);
 }
 
 /* What a row begins with: a sink, or what a row of another tile has come to; `sum` NULL: zeros. */
@@ -143,15 +154,28 @@ static inline void read_keys(struct tile *tile, int64_t at, int64_t count, const
     if (IS_BY_PAIRS) memcpy(tile->key_pairs[at + t], keys + t * HEAD_DIM, HEAD_DIM * sizeof(element));
     else
       for (int d = 0; d < HEAD_DIM; d++) tile->keys[at + t][d] = from_stored(keys[t * HEAD_DIM + d]);
-  for (int64_t t = 0; t < count; t++)
-    for (int d = 0; d < VALUE_DIM; d++) tile->values[at + t][d] = from_stored(values[t * HEAD_DIM + d]);
+  for (int64_t t = 0; t < count; t++, values += HEAD_DIM)
+    if (!IS_BY_PAIRS) {
+      for (int d = 0; d < VALUE_DIM; d++) tile->values[at + t][d] = from_stored(values[d]);
+    } else if ((at + t) % 2 == 0 && t + 1 < count) {
+      element(*to)[2] = tile->value_pairs[(at + t) / 2];
+      for (int d = 0; d < VALUE_DIM; d++) to[d][0] = values[d], to[d][1] = values[HEAD_DIM + d];
+      t++, values += HEAD_DIM;
+    } else {
+      for (int d = 0; d < VALUE_DIM; d++) tile->value_pairs[(at + t) / 2][d][(at + t) % 2] = values[d];
+    }
 }
 
 /* Zeros behind the last `count` that were read: what is masked is multiplied all the same. */
 static inline void end_keys(struct tile *tile, int64_t count) {
   if (IS_BY_PAIRS) memset(tile->key_pairs[count], 0, (KEYS - count) * sizeof tile->key_pairs[0]);
   else memset(tile->keys[count], 0, (KEYS - count) * sizeof tile->keys[0]);
-  memset(tile->values[count], 0, (KEYS - count) * sizeof tile->values[0]);
+  if (IS_BY_PAIRS) {
+    for (int d = 0; d < VALUE_DIM && count % 2; d++) tile->value_pairs[count / 2][d][1] = 0;
+    memset(tile->value_pairs[(count + 1) / 2], 0, (KEYS - count) / 2 * sizeof tile->value_pairs[0]);
+  } else {
+    memset(tile->values[count], 0, (KEYS - count) * sizeof tile->values[0]);
+  }
   memset(tile->key_scale + count, 0, (KEYS - count) * sizeof(float));
   memset(tile->value_scale + count, 0, (KEYS - count) * sizeof(float));
 }
@@ -242,6 +266,12 @@ static inline __attribute__((always_inline)) void weigh(struct tile *tile, const
 
 static inline __attribute__((always_inline)) void multiply_values(struct tile *tile, const int vectors,
                                                                   const vector *factor) {
+#if IS_BY_PAIRS
+  numbers pairs[KEYS / 2 * VECTORS];
+  for (int k = 0; k < KEYS / 2; k++)
+    for (int v = 0; v < vectors; v++)
+      pairs[k * vectors + v] = paired(tile->scores[2 * k * vectors + v], tile->scores[(2 * k + 1) * vectors + v]);
+#endif
   for (int d = 0; d < VALUES; d += AT_ONCE) {
     const int line = d / AT_ONCE * KEYS, run = line / VALUES; /* one each time, as keys' */
     const char *ahead = tile->ahead[run] + tile->to_values;
@@ -249,15 +279,26 @@ static inline __attribute__((always_inline)) void multiply_values(struct tile *t
     vector sum[AT_ONCE][VECTORS];
     for (int i = 0; i < AT_ONCE; i++)
       for (int v = 0; v < vectors; v++) sum[i][v] = tile->sum[(d + i) * vectors + v] * factor[v];
-    for (int k = 0; k < KEYS; k++) {
+    for (int k = 0; k < KEYS; k += TOKENS) {
+      for (int t = k; t < k + TOKENS; t++) {
+        const int64_t at = (line % VALUES + t) * LINE;
+        if (at < num_bytes) __builtin_prefetch(ahead + at, 0, 2);
+      }
+#if IS_BY_PAIRS
+      for (int i = 0; i < AT_ONCE; i++) {
+        int32_t value;
+        memcpy(&value, tile->value_pairs[k / 2][d + i], sizeof value);
+        for (int v = 0; v < vectors; v++)
+          sum[i][v] = multiply_pairs(pairs[k / 2 * vectors + v], (numbers){0} + value, sum[i][v]);
+      }
+#else
       vector weight[VECTORS];
       for (int v = 0; v < vectors; v++) weight[v] = tile->scores[k * vectors + v];
-      const int64_t at = (line % VALUES + k) * LINE;
-      if (at < num_bytes) __builtin_prefetch(ahead + at, 0, 2);
       for (int i = 0; i < AT_ONCE; i++) {
         const float value = tile->values[k][d + i];
         for (int v = 0; v < vectors; v++) sum[i][v] = multiply_add(value, weight[v], sum[i][v]);
       }
+#endif
     }
     for (int i = 0; i < AT_ONCE; i++)
       for (int v = 0; v < vectors; v++) tile->sum[(d + i) * vectors + v] = sum[i][v];

@@ -104,7 +104,8 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """A test that takes too long says what the threads do: one that turns in circles slows all others down."""
     report = yield
-    if call.excinfo is not None and str(call.excinfo.value).startswith("Timeout"):
+    error = None if call.excinfo is None else call.excinfo.value
+    if isinstance(error, pytest.fail.Exception) and str(error).startswith("Timeout"):
         report.sections.append(("Threads", what_threads_do()))
     return report
 

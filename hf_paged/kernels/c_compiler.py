@@ -83,6 +83,13 @@ def library(
     raise CompileError(reason)
 
 
+def address_of(kernel: Any) -> int:
+    """Where a function of a library lies, for calls of it from C."""
+    address = ctypes.cast(kernel, ctypes.c_void_p).value
+    assert address is not None
+    return address
+
+
 @lru_cache
 def _warn_once(name: str, reason: str) -> None:
     logger.warning("hf_paged: plain torch runs in place of the faster kernels in C: %s %s", name, reason)
@@ -184,9 +191,3 @@ def _temporary_folder() -> Path:
 @lru_cache
 def _temporary_directory() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="hf_paged")
-
-
-def address_of(kernel: Any) -> int:
-    address = ctypes.cast(kernel, ctypes.c_void_p).value
-    assert address is not None
-    return address

@@ -5,9 +5,11 @@
    the weights of KEYS tokens by halves, over values one token after another. The compiler may neither reorder nor contract
    (see c_compiler.py); what is contracted is written so.
 
-   A row of codes is multiplied as it lies; its scale goes to the score, or to the weight. Where a processor multiplies
-   bfloat16 two by two, so are queries and keys, and the product is scaled behind that; and weights, rounded once they
-   are added up, and values of two tokens.
+   A row of codes is multiplied as it lies; its scale goes to the score, or to the weight.
+
+   Where a processor multiplies bfloat16 two by two, so does attention, in the order of the instruction: queries with keys
+   by pairs of elements, scaled afterwards; and weights with values by pairs of tokens. For that weights are rounded to
+   bfloat16, after their sum was taken unrounded.
 
    Needs cpu_stored.h, HEAD_DIM and VALUE_DIM. */
 #if defined(__FMA__)

@@ -40,6 +40,7 @@ class Ahead(NamedTuple):
             and self.version == self.states._version
             and kwargs.get("attention_mask") is self.mask
             and isinstance(angles, tuple)
+            and len(angles) == len(self.angles)
             and all(map(operator.is_, self.angles, angles))
         )
 
@@ -51,7 +52,7 @@ class LayerStacks:
     computed for it only where it is called with the very input that this was computed of.
 
     Attributes:
-        ahead: What layers are to take in this forward.
+        ahead: What layers are to take, each in the forward that it was computed in.
     """
 
     def __init__(self) -> None:
@@ -90,7 +91,7 @@ class LayerStacks:
         if found is None:
             return None
         layers, kernels = found
-        if self.ahead or [one for one in layers[1:] if not one.is_taken]:  # a forward goes another way
+        if self.ahead or [one for one in layers[1:] if not one.is_taken]:  # another way, or another activation
             self.forget()
             return None
         try:
@@ -126,7 +127,7 @@ class LayerStacks:
         self._noted, self._last = [], None
 
     def end(self) -> None:
-        """Behind a forward: drops what no layer took."""
+        """Behind one forward or several: drops what no layer took."""
         self._last = None
         if self.ahead:
             self.forget()

@@ -29,6 +29,7 @@ def tuners_among(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 def is_tuner(module: nn.Module) -> bool:
+    """Whether it is one."""
     return bool(tuners_among([module]))
 
 
@@ -73,7 +74,7 @@ def shared_modules(model: nn.Module, without: nn.Module | None = None) -> list[n
         module = stack.pop()
         if module is not None and module is not without and id(module) not in found:
             found[id(module)] = module
-            is_around = hasattr(type(module), _KEPT) and is_tuner(module)
+            is_around = hasattr(type(module), _KEPT) and is_tuner(module)  # few have it: a call for these alone
             stack += [inner(module)] if is_around else reversed(module._modules.values())
     return list(found.values())
 

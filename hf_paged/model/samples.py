@@ -14,8 +14,9 @@ def samples(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Of matrices on CPU, elements along diagonals, as bits: of each row and of each column at least one."""
     found: list[Tensor] = []
     for tensor in tensors:
-        integer = _INTEGERS.get(tensor.element_size())
-        if type(tensor) is not nn.Parameter or not tensor.is_cpu or not tensor.numel() or integer is None:
+        if type(tensor) is not nn.Parameter or not tensor.is_cpu or not tensor.numel():
+            continue
+        if (integer := _INTEGERS.get(tensor.element_size())) is None:
             continue
         (rows, columns), (down, right) = tensor.shape, tensor.stride()
         (side, length), along = sorted((rows, columns)), down if rows > columns else right

@@ -120,9 +120,10 @@ def test_tokens_that_share_latents(widths: str, extra: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("widths", WIDTHS)
 @pytest.mark.parametrize("step", STEPS)
-def test_bfloat16(step: str, backend: type[Backend]) -> None:
-    case = Case(step, "wide", torch.bfloat16)
+def test_bfloat16(step: str, widths: str, backend: type[Backend]) -> None:
+    case = Case(step, widths, torch.bfloat16)
     found = backend(case.pool, case.latent_dim).step(case.metadata).attend(case.query, case.params)
     assert error_of(found, case.truth()) < 2e-2
 

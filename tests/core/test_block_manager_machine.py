@@ -768,7 +768,6 @@ def test_short_random_walks(rng: random.Random, windows: tuple[int | None, ...])
     world.drain()
 
 
-@pytest.mark.timeout(600)
 def test_long_random_walk() -> None:
     num_operations, events, episode = 0, Counter[str](), 0
     while num_operations < NUM_RANDOM_OPERATIONS or (

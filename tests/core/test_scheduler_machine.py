@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -69,7 +68,6 @@ def test_short_random_walks(rng: random.Random, kind: int) -> None:
     world.drain()
 
 
-@pytest.mark.timeout(600)
 def test_long_random_walk() -> None:
     num_steps, events, episode = 0, Counter[str](), 0
     while num_steps < NUM_RANDOM_STEPS or (EVENTS - set(+events) and num_steps < 10 * NUM_RANDOM_STEPS):

@@ -65,7 +65,7 @@ def what_threads_do(seconds: float = 0.5) -> str:
     threads = threading.enumerate()
     before = [_seconds_computed(thread) for thread in threads]
     time.sleep(seconds)
-    computed = [_seconds_computed(thread) - own for thread, own in zip(threads, before, strict=True)]
+    computed = [max(0.0, _seconds_computed(thread) - own) for thread, own in zip(threads, before, strict=True)]
     frames, told = sys._current_frames(), []
     for thread, own in sorted(zip(threads, computed, strict=True), key=lambda pair: -pair[1]):
         stack = traceback.format_stack(frames[thread.ident]) if thread.ident in frames else ["  it has ended\n"]

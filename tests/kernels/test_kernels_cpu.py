@@ -138,7 +138,7 @@ class threads:
 
 AXES: dict[str, tuple[Any, ...]] = {
     "dtype": (F32, BF16),
-    "head_dim": (16, 5, 72, 80, 96, 256),
+    "head_dim": (16, 5, 72, 80, 100, 256),
     "block_size": (1, 3, 16, 32),
     "queries_per_kv": (1, 2, 7, 12),
     "num_kv_heads": (1, 3),

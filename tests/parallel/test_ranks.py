@@ -16,9 +16,6 @@ ROOM = {"num_blocks": 64, "rank_timeout": 60}
 TIGHT = {"num_blocks": 8, "block_size": 4, "rank_timeout": 60}
 
 
-pytestmark = pytest.mark.timeout(400)
-
-
 def _slow(*rows: Any) -> list[Any]:
     return [pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=pytest.mark.slow) for row in rows]
 

@@ -152,7 +152,7 @@ def measure(
         row[way] = {
             "seconds": round(seconds, 4),
             "all_seconds": [round(run.seconds, 4) for run in runs[way]],
-            "tokens_per_second": round(num_threads * new_tokens / seconds, 1),
+            "tokens_per_second": round(num_threads * new_tokens / seconds, 4),
             "first_token_seconds": round(statistics.median(first), 4) if first else None,
             "tokens_identical": all(same),
         }

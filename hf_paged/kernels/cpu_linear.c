@@ -28,7 +28,7 @@ enum { VECTORS = 2 };
 enum { ROWS = 4 };
 enum { PAIR = 4 / sizeof(element), STEP = LANES * PAIR }; /* elements in 4 bytes, and in a vector */
 enum { SPAN = 4096 / sizeof(element), SPAN_ACROSS = 64 * PAIR }; /* what a tile reads stays in the first-level cache */
-enum { BLOCK = 64, BLOCK_BYTES = 1 << 19, CHUNK = 512 };         /* rows, which stay in the second; in the third */
+enum { BLOCK = 64, BLOCK_BYTES = 1 << 19 };                      /* rows, which stay in the second */
 enum { AHEAD = 8192 / sizeof(element), LINES_INPUT = 1 << 14 };  /* elements; bytes */
 enum { MIN_PRODUCTS = 1 << 19 };                                 /* below, a second thread costs more than it saves */
 
@@ -267,18 +267,16 @@ static void columns_of(const struct linear *a, const struct part *part, int64_t 
   const int64_t panel = panel_of(part), unit = panel / VECTORS;
   int64_t block = BLOCK_BYTES / (a->width * sizeof(element) + 1) / ROWS * ROWS;
   block = block < ROWS ? ROWS : block > BLOCK ? BLOCK : block;
-  for (int64_t start = 0; start < a->rows; start += CHUNK)
-    for (int64_t group = first; group < end; group += LANES * VECTORS) {
-      const int64_t group_end = group + LANES * VECTORS < end ? group + LANES * VECTORS : end;
-      const int64_t last = start + CHUNK < a->rows ? start + CHUNK : a->rows;
-      for (int64_t row = start; row < last; row += block) {
-        const int64_t rows = last - row < block ? last - row : block;
-        int64_t column = group;
-        for (; column + panel <= group_end; column += panel)
-          strip(a, part, row, rows, column, VECTORS, row == start && column + 2 * panel <= end);
-        for (; column < group_end; column += unit) strip(a, part, row, rows, column, 1, 0);
-      }
+  for (int64_t group = first; group < end; group += LANES * VECTORS) {
+    const int64_t group_end = group + LANES * VECTORS < end ? group + LANES * VECTORS : end;
+    for (int64_t row = 0; row < a->rows; row += block) {
+      const int64_t rows = a->rows - row < block ? a->rows - row : block;
+      int64_t column = group;
+      for (; column + panel <= group_end; column += panel)
+        strip(a, part, row, rows, column, VECTORS, !row && column + 2 * panel <= end);
+      for (; column < group_end; column += unit) strip(a, part, row, rows, column, 1, 0);
     }
+  }
 }
 
 void hf_paged_linear(const struct linear *a) {

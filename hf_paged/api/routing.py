@@ -47,9 +47,11 @@ def why_stock(model: Any, generation_config: GenerationConfig, cache: Any, verif
 
     `verifies_drafts`: it is the assisted decoding of one prompt.
     """
-    if engine_of(model).traits.runs_stock:
-        return f"the pool is not for this {base_class(model).__name__} ({engine_of(model).traits.why_padded})"
-    if (generation_config.is_assistant or verifies_drafts) and engine_of(model).traits.states:
+    engine = engine_of(model)
+    traits = engine.traits
+    if traits.runs_stock:
+        return f"the pool is not for this {base_class(model).__name__} ({traits.why_padded})"
+    if (generation_config.is_assistant or verifies_drafts) and traits.states:
         return "drafts of a model whose layers keep a state are taken back"
     if cache is not None:
         return f"past_key_values is a {type(cache).__name__}"
@@ -61,28 +63,24 @@ def why_stock(model: Any, generation_config: GenerationConfig, cache: Any, verif
         return "output_attentions=True"
     if _peft_type(model) in ("PREFIX_TUNING", "CARTRIDGE"):
         return "its PEFT adapter brings learned keys and values in a cache of its own"
-    if (
-        engine_of(model).traits.cross
-        and generation_config.output_hidden_states
-        and generation_config.return_dict_in_generate
-    ):
+    if traits.cross and generation_config.output_hidden_states and generation_config.return_dict_in_generate:
         return "output_hidden_states=True of a model with an encoder"
-    if engine_of(model).traits.cross and engine_of(model).core.weights_version.needs_rows:
+    if traits.cross and engine.core.weights_version.needs_rows:
         return "hooks on inner modules of a model with an encoder that are not marked by hf_paged.packed_hook"
-    if engine_of(model).ranks is not None and (reason := _why_stock_on_ranks(model, generation_config)):
+    if engine.ranks is not None and (reason := _why_stock_on_ranks(engine, generation_config)):
         return f"{reason} over several processes (tp_plan)"
     if model.training and is_stochastic(model):
         return "the model is in training mode with dropout or gradient checkpointing (call model.eval())"
     return None
 
 
-def _why_stock_on_ranks(model: Any, generation_config: GenerationConfig) -> str | None:
+def _why_stock_on_ranks(engine: Engine, generation_config: GenerationConfig) -> str | None:
     """Why a call needs a loop on every rank: it looks at whole batches, or runs the model beside its forwards."""
     if generation_config.output_hidden_states and generation_config.return_dict_in_generate:
         return "output_hidden_states=True"
     if generation_config.guidance_scale not in (None, 1):
         return f"guidance_scale={generation_config.guidance_scale}"
-    if engine_of(model).core.weights_version.needs_rows:
+    if engine.core.weights_version.needs_rows:
         return "hooks on the model's inner modules that are not marked by hf_paged.packed_hook"
     return None
 
@@ -139,12 +137,13 @@ def engine_rows(model: Any, call: PreparedCall) -> CallRows | None:
     It doesn't differ when all of the caller's code in it is transformers' own and row-wise, no per-step outputs are
     asked for, and nothing hooks or overrides the forward and its preparation.
     """
-    config, lookup, draft_model, beams = call.generation_config, None, None, None
+    engine, config = engine_of(model), call.generation_config
+    lookup, draft_model, beams = None, None, None
     if call.is_assisted:
         lookup, draft_model = lookup_settings(model, call), draft_model_of(model, call)
         if lookup is None and draft_model is None:
             return None
-    if not _is_plain_call(model, call):
+    if not _is_plain_call(engine, model, call):
         return None
     if (config.num_beams or 1) > 1:
         beams = _beam_settings(call)
@@ -153,10 +152,10 @@ def engine_rows(model: Any, call: PreparedCall) -> CallRows | None:
     known = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "streamer"}
     known |= {*CACHE_ARGUMENTS, *IGNORED_BY_FORWARD, *(ASSISTED_ARGUMENTS if call.is_assisted else ())}
     is_text = not any(is_given(call.others[name]) for name in call.others.keys() - known)
-    wrapper = engine_of(model).core.bound.wrapper
+    wrapper = engine.core.bound.wrapper
     given, padding = None, None
     sources: list[Source] = []
-    if engine_of(model).traits.cross:
+    if engine.traits.cross:
         forward = None if call.is_assisted else _first_forward(model, call)
         if forward is not None and forward.sources is not None:
             sources, padding = forward.sources, _padding(call, has_axes=False)
@@ -176,7 +175,7 @@ def engine_rows(model: Any, call: PreparedCall) -> CallRows | None:
         input_ids=call.input_ids if given is None else to_host([call.input_ids])[0],
         given=given,
         sources=sources,
-        places_by_column=engine_of(model).traits.places_by_column,
+        places_by_column=engine.traits.places_by_column,
         padding=padding,
         num_samples=_fan_out(config),
         processors=call.processors,
@@ -208,9 +207,8 @@ def why_loop(model: Any, call: PreparedCall) -> str:
     return next((reason for holds, reason in reasons if holds), "its inputs, drafts or ends are for that loop alone")
 
 
-def _is_plain_call(model: Any, call: PreparedCall) -> bool:
+def _is_plain_call(engine: Engine, model: Any, call: PreparedCall) -> bool:
     """Whether each row may run ahead of the others, and each step calls the model with the next tokens alone."""
-    engine = engine_of(model)
     assert call.cache is not None
     return (
         engine.forwards.is_batched()
@@ -325,9 +323,10 @@ def rows_may_leave(engine: Engine, call: PreparedCall) -> bool:
     Not if the cache outlives the call, per-step outputs were asked for, or a caller's own code looks at the whole
     batch.
     """
+    cache = call.cache
     return (
-        call.cache is not None
-        and call.cache.owned_by_call
+        cache is not None
+        and cache.owned_by_call
         and not engine.forwards.check_hooks()
         and engine.traits.rows_independent
         and not call.generation_config.return_dict_in_generate

@@ -105,6 +105,8 @@ class HookWatch:
     @property
     def needs_rows(self) -> bool:
         """Whether one of a user's, which may address rows or columns, is still on an inner module."""
+        if not self._needing:
+            return False
         return any(not isinstance(hook, RowsHook) or hook.is_mine for hook in self._of(self._needing))
 
     @property

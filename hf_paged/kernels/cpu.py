@@ -17,7 +17,7 @@ from hf_paged.kernels import reference
 from hf_paged.kernels.c_compiler import CompileError, address_of, instructions_of, library
 from hf_paged.kernels.layers import InputError
 from hf_paged.kernels.padded_groups import PaddedGroup
-from hf_paged.kernels.scaled_rows import SCALE_BYTES, head_dim_of
+from hf_paged.kernels.scaled_rows import SCALE_BYTES
 
 DTYPES = (torch.float32, torch.bfloat16)
 CODES = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}  # by their numbers in cpu_stored.h
@@ -87,6 +87,7 @@ class CPUKernels:
     ) -> None:
         self.dtype, self.stored_dtype, self.head_dim = dtype, stored or dtype, head_dim
         self.value_dim = head_dim if latent_dim is None else latent_dim
+        self.row_width = head_dim + SCALE_BYTES * (self.stored_dtype is torch.int8)
         self.num_parts = 2 if latent_dim is None else 1
         self.stored = (head_dim, head_dim) if latent_dim is None else (latent_dim, head_dim - latent_dim)
         self.write, self.attend = library.hf_paged_write, library.hf_paged_attend
@@ -136,7 +137,7 @@ class StepCalls:
         self._kernels = kernels
         if not (
             kv_cache.dtype is kernels.stored_dtype
-            and head_dim_of(kv_cache) == kernels.head_dim
+            and kv_cache.shape[5] == kernels.row_width
             and kv_cache.shape[2] == kernels.num_parts
             and (kv_cache.is_contiguous() or kv_cache[0].is_contiguous())
             and kv_cache.is_cpu
@@ -343,6 +344,7 @@ class StepCalls:
             raise InputError("attend", "a bias [heads, distances] in float32", query=query, bias=bias)
         if not 0 <= layer < self._num_layers or rows.checked != geometry:
             self._check(query, output, layer, rows, sinks)
+            rows.arguments.heads = self._kernels.heads_at_once(query.shape[1] // self._num_kv_heads)
             rows.checked = geometry
         arguments = rows.arguments
         arguments.query, arguments.output = query.data_ptr(), output.data_ptr()
@@ -375,7 +377,6 @@ class StepCalls:
         arguments = rows.arguments
         arguments.query_token, arguments.query_head, _ = query.stride()
         arguments.heads_per_kv = num_heads // num_kv_heads
-        arguments.heads = kernels.heads_at_once(num_heads // num_kv_heads)
 
 
 def _are_numbers(*tensors: Tensor) -> bool:
@@ -441,8 +442,7 @@ def _error(kernels: CPUKernels) -> float:
             return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32).to(dtype)
 
         heads, widths = kernels.num_parts, kernels.stored
-        width = head_dim + SCALE_BYTES * (stored is torch.int8)
-        pool = torch.zeros(5, 1, kernels.num_parts, heads, 16, width, dtype=stored, device="cpu")
+        pool = torch.zeros(5, 1, kernels.num_parts, heads, 16, kernels.row_width, dtype=stored, device="cpu")
         everywhere = torch.arange(80, device="cpu")
         reference.reshape_and_cache(random(80, heads, widths[0]), random(80, heads, widths[1]), pool, 0, everywhere)
         tables, lens = torch.tensor([[3, 0], [2, 4]], device="cpu"), torch.tensor([21, 7], device="cpu")

@@ -102,10 +102,6 @@ class _Adding:
         for _, call in self.calls:
             call.slots = slots
 
-    def set_shape(self, rows: int, threads: int) -> None:
-        for _, call in self.calls:
-            call.rows, call.num_threads = rows, threads
-
 
 class Scratch:
     """Memory for what lies between the kernels of a layer. Layers are computed one after another: all use the same."""
@@ -228,13 +224,13 @@ class Heads:
                 norm = _norm(one, behind)
                 norm.input = before
                 self._norms.append((norm, heads))
-        self._by_rows = self._first_norm, product
         self._adding = _Adding(adapters)
         added = self._adding.behind(0, own.query, normed, query_at[0]) if has_queries else []
         if has_keys:
             added += self._adding.behind(1, own.key, normed, key_at[0])
             added += (to_value := self._adding.behind(2, own.value, normed, 0))
         self._added_value = to_value[0][1] if has_keys and to_value else Adapters()
+        self._by_rows = [self._first_norm, product, *(call for _, call in self._adding.calls)]
         norm_kernel = layers.compiled.hf_paged_rms_norm
         self.calls = _Calls(
             layers.compiled,
@@ -318,7 +314,6 @@ class Heads:
         for norm, heads in self._norms:
             norm.rows, norm.num_threads = rows * heads, threads
         self._rotary.tokens, self._rotary.num_threads = rows, threads
-        self._adding.set_shape(rows, threads)
         self._shape = rows, threads
 
 
@@ -353,7 +348,6 @@ class Behind:
         product, self._adding = linears.function, _Adding(adapters)
         behind = self._adding.behind
         to_projected = behind(3, own.projection, 0, at.projected)
-        self._by_rows = [self._second_norm, self._gate, self._project, to_mlp, to_result]
         self.calls = _Calls(
             layers.compiled,
             [
@@ -370,6 +364,8 @@ class Behind:
                 (add, self._second_add),
             ],
         )
+        products = self._project, to_mlp, to_result, *(call for _, call in self._adding.calls)
+        self._by_rows = [self._second_norm, self._gate, *products]
         self._added_projection = to_projected[0][1] if to_projected else Adapters()
         self._shape = (0, 0)  # rows and threads that the calls are set to
         self._checked: tuple[object, ...] = ()  # what was found right in the call before
@@ -420,7 +416,6 @@ class Behind:
             arguments.num_threads = threads
         for arguments in self._by_rows:
             arguments.rows = rows
-        self._adding.set_shape(rows, threads)
         self._first_add.size = self._second_add.size = rows * self._width
         self._shape = rows, threads
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -28,8 +28,6 @@ MOST = 64  # rows: the results of all layers are held at once
 
 # Addresses of kernels that all layers call between their two parts, and the arguments, an array with one of each layer.
 AttentionCalls: TypeAlias = Sequence[tuple[int, ctypes.Array[Any]]]
-# Makes them for queries, keys, values and the result, `[rows, heads, head_dim]` each, the same of all layers.
-Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], AttentionCalls]
 
 
 class CPUDecoderStack:
@@ -65,18 +63,23 @@ class CPUDecoderStack:
         self._shape = (0, 0)  # rows and threads
         self._calls: dict[int, np.ndarray] = {}  # `[layers, calls, 2]` int64, by the number of attention's kernels
 
-    def compute(self, states: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, ...]:
-        """The result of each layer; these count together how often they are written to.
+    def heads(self, rows: int) -> list[Tensor]:
+        """Of all layers: queries, keys, values and what attention makes of them, `[rows, heads, head_dim]` each."""
+        return [own[:rows] for own in self.buffers]
+
+    def compute(self, states: Tensor, cos: Tensor, sin: Tensor, attention: AttentionCalls) -> tuple[Tensor, ...]:
+        """The result of each of the first layers; these count together how often they are written to.
 
         Args:
             states: `[1, rows, width]`, the first one's input, contiguous.
             cos: `[1, rows, rotary_dim]`, contiguous.
             sin: Like `cos`.
+            attention: The calls of these layers, as many as there are arguments, over their `heads`.
 
         Raises:
             InputError: Tensors of other shapes, strides, dtypes or devices.
         """
-        rows, dim = states.shape[1], cos.shape[-1]
+        rows, dim, num_layers = states.shape[1], cos.shape[-1], len(attention[0][1])
         if not (
             are_states(states, self._width, self._dtype)
             and rows <= MOST
@@ -88,19 +91,18 @@ class CPUDecoderStack:
             raise InputError(
                 "decoder layers", "states of their width, and cos and sin", states=states, cos=cos, sin=sin
             )
-        query, key, value, attended = [own[:rows] for own in self.buffers]
-        attention = attend(query, key, value, attended)
+        query, key, value, attended = [own.data_ptr() for own in self.buffers]
         with torch.inference_mode(False):  # in which tensors don't count how often they are written to
-            result = torch.empty((len(self._layers), *states.shape), dtype=self._dtype, device="cpu")
+            result = torch.empty((num_layers, *states.shape), dtype=self._dtype, device="cpu")
             results = result.unbind()
-        angles, places = (cos.data_ptr(), sin.data_ptr(), dim), (query.data_ptr(), key.data_ptr(), value.data_ptr())
+        angles, places = (cos.data_ptr(), sin.data_ptr(), dim), (query, key, value)
         self._set_shape(rows, torch.get_num_threads())
         size, before, behind = states.nbytes, states.data_ptr(), results[0].data_ptr()
-        for first, second in self._layers:
+        for first, second in self._layers[:num_layers]:
             first.place(before, angles, places)
-            second.place(before, attended.data_ptr(), behind)
+            second.place(before, attended, behind)
             before, behind = behind, behind + size
-        calls = self._calls_with(attention)
+        calls = self._calls_with(attention)[:num_layers]
         self._run(calls.ctypes.data, calls.size // 2)
         return results
 
@@ -113,7 +115,7 @@ class CPUDecoderStack:
             self._shape = rows, threads
 
     def _calls_with(self, attention: AttentionCalls) -> np.ndarray:
-        number, num_layers = len(attention), len(self._layers)
+        number = len(attention)
         calls = self._calls.get(number)
         place = len(self._layers[0][0].calls.addresses)
         if calls is None:
@@ -125,10 +127,10 @@ class CPUDecoderStack:
             )
             self._calls[number] = calls
         for index, (kernel, arguments) in enumerate(attention):
-            own = calls[:, place + index]
+            own = calls[: len(arguments), place + index]
             own[:, 0] = kernel
             start, stride = ctypes.addressof(arguments), ctypes.sizeof(arguments._type_)
-            own[:, 1] = start + stride * np.arange(num_layers)
+            own[:, 1] = start + stride * np.arange(len(arguments))
         return calls
 
 

@@ -306,7 +306,7 @@ class CPULayer(DecoderLayer):
         if wanted is not None and is_last and wanted.layer == params.layer:
             return self._compute_some(step, wanted, states, angles)
         is_own = vars(self.module).get(CALL) is self  # else it is called with copies of what the layer before returned
-        is_usual = self.weights.is_plain and is_own and wanted is None and not self.weights.may_add
+        is_usual = self.weights.is_plain and is_own and not self.weights.may_add
         stacks = self._stacks if is_usual else None
         if stacks is not None and (result := stacks.take(self, context, states, angles)) is not None:
             return result
@@ -314,7 +314,7 @@ class CPULayer(DecoderLayer):
         query, key, value = self.kernels.before_attention(states, *angles, added)
         step.write(key, value, params.layer)
         result = self.kernels.behind_attention(states, step.attend(query, params), added)
-        if stacks is not None:
+        if stacks is not None and wanted is None:
             stacks.note(self, step, states, angles, result)
         return result
 
@@ -337,7 +337,7 @@ class CPULayer(DecoderLayer):
         step.write(key, value, self.params.layer)
         rows = wanted.rows
         some = None if added is None else added.of(rows)
-        own, cos, sin = (each.index_select(1, rows) for each in (states, *angles))
+        own, cos, sin = [each.index_select(1, rows) for each in (states, *angles)]
         query, _, _ = self.kernels.queries(own, cos, sin, some)
         attended = wanted.make_step().attend(query, self.params)
         return torch.zeros_like(states).index_copy_(1, rows, self.kernels.behind_attention(own, attended, some))

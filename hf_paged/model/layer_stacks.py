@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -91,11 +90,17 @@ class LayerStacks:
         if found is None:
             return None
         layers, kernels = found
+        if context.wanted is not None:  # of some tokens: the last layer is computed by itself
+            numbers = [one.params.layer for one in layers if one.params is not None]
+            layers = layers[: (*numbers, context.wanted.layer).index(context.wanted.layer)]
+            if not layers:
+                return None
         if self.ahead or [one for one in layers[1:] if not one.is_taken]:  # another way, or another activation
             self.forget()
             return None
         try:
-            results = kernels.compute(states, *angles, partial(step.calls, [one.params for one in layers]))
+            attention = step.calls([one.params for one in layers], *kernels.heads(states.shape[1]))
+            results = kernels.compute(states, *angles, attention)
         except InputError:  # of this step's rows
             return None
         for one, before, own in zip(layers[1:], results, results[1:], strict=False):

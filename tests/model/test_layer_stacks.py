@@ -73,9 +73,12 @@ def test_bits(name: str, dtype: torch.dtype, stacks: list[tuple[int, int]], monk
         stacks.clear()
         requests.append(engine.submit(IDS[0], **GREEDY, logprobs=2))
         engine.resume()
-        found.append([(own.token_ids, own.logprobs) for own in (request.result(60) for request in requests)])
+        requests[-1].result(60)
         assert {number for _, number in stacks} == ({LAYERS} if most else set())
         assert not most or {14 + 11, 14 + 1} <= {rows for rows, _ in stacks}
+        requests.append(engine.submit(random_ids(3, 40)[2], **GREEDY, logprobs=2))
+        found.append([(own.token_ids, own.logprobs) for own in (request.result(60) for request in requests)])
+        assert not most or (40, LAYERS - 1) in stacks, "the last layer computes one token only"
         engine.check_invariants()
     assert numbers == {2, 3}, "keys are written, and all is attended to by one kernel, or what is shared by another"
     assert found[0] == found[1]

@@ -116,14 +116,10 @@ class CPUStep(TorchStep):
         return output
 
     def _taken(self, metadata: AttentionMetadata, num_heads: int) -> list[cpu.Rows]:
-        key = metadata, num_heads
-        rows = self._rows.get(key)
-        if rows is None:
-            rows = self._rows[key] = self._make_rows(metadata, num_heads)
-        return rows
-
-    def _make_rows(self, metadata: AttentionMetadata, num_heads: int) -> list[cpu.Rows]:
         """For layers of so many query heads: sequences that share blocks, if there are any, and all others."""
+        key = metadata, num_heads
+        if (made := self._rows.get(key)) is not None:
+            return made
         num_decodes, heads_per_kv = metadata.num_decodes, num_heads // self._kv_cache.shape[3]
         numbers = metadata.num_queries, int(metadata.host_seq_lens.max())
         given = metadata.block_tables, metadata.seq_lens, metadata.query_start_loc, *numbers
@@ -138,4 +134,5 @@ class CPUStep(TorchStep):
         if first < end:
             tiles = metadata.query_tiles(self._kernels.tokens_at_once(heads_per_kv), first, end)
             rows.append(self._calls.rows(*given, tiles))
+        self._rows[key] = rows
         return rows

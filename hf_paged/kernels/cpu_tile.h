@@ -132,7 +132,7 @@ static void add_row(struct tile *tile, int64_t r, const element *query, float sc
   const int64_t lanes = tile->vectors * LANES;
   tile->scale = scale;
   if (IS_BY_PAIRS)
-    for (int d = 0; d < HEAD_DIM; d++) tile->pairs[(d / 2 * lanes + r) * 2 + d % 2] = query[d];
+    for (int d = 0; d < HEAD_DIM; d += 2) memcpy(tile->pairs + d * lanes + 2 * r, query + d, 2 * sizeof(element));
   else
     for (int d = 0; d < HEAD_DIM; d++) to[d * lanes] = to_float(query[d]) * scale;
   tile->first[r / LANES][r % LANES] = (int32_t)first;

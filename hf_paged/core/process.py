@@ -42,11 +42,13 @@ class Process:
     Attributes:
         lock: Guards what all engines share, for a moment: with it held, no thread waits for anything.
         recording: Held while a CUDA graph is recorded.
+        kept: What must not be freed before the process ends.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.recording = threading.Lock()
+        self.kept: list[object] = []
         self._living: weakref.WeakSet[Lasting] = weakref.WeakSet()
         self._locked = ExitStack()
         self._at_work: dict[int, Callable[[], bool]] = {}

@@ -27,11 +27,6 @@ _TORCH = str(Path(torch.__file__).parent)
 
 Pool: TypeAlias = Any  # torch's handle of memory that only graphs allocate from
 
-# Graphs whose recording failed are kept for good, a few bytes each. Newer torch asks a function that holds the graph's
-# address where pinned memory is to come from while one is recorded, and takes that function away only at the end of a
-# recording that succeeds: with the graph gone, the next pinned allocation would call it.
-_FAILED: list[torch.cuda.CUDAGraph] = []
-
 
 class CUDARecording:
     """A CUDA graph.
@@ -99,7 +94,10 @@ def _recover(graph: torch.cuda.CUDAGraph, pool: Pool) -> None:
         graph.capture_end()
         return  # only the function raised
     except RuntimeError:
-        _FAILED.append(graph)
+        # Newer torch asks a function that holds the graph's address where pinned memory is to come from while one is
+        # recorded, and takes that function away only at the end of a recording that succeeds: with the graph gone, the
+        # next pinned allocation would call it.
+        PROCESS.kept.append(graph)
     device = torch.cuda.current_device()
     with suppress(RuntimeError):  # it may have come further than that
         torch._C._cuda_endAllocateToPool(device, pool)

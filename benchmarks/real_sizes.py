@@ -20,9 +20,9 @@ room for the cell and is in the weights' dtype (bfloat16 beside int8).
 all over the whole time for 16. `GiB beside` is the most resident memory of the process less the size of the weights.
 `equal`: rows that have stock's tokens; in bfloat16 each engine rounds in its own way.
 
-At 32k, decode steps go over random keys and values that the benchmark puts into the cache ("32k decode"); the prompt
-itself is run beside stock once ("32k prompt"). An engine that can't run a cell has the reason in its place; so has one
-that takes more than 16 GiB or ten minutes.
+Decode steps at 32k, and of 8 callers at 4k, go over random keys and values that the benchmark puts into the cache ("32k
+decode", "8 x 4k decode"), the latter also over a cache of int8; a prompt of 32k runs beside stock once ("32k prompt").
+An engine that can't run a cell has the reason in its place; so has one that takes more than 16 GiB or ten minutes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ import torch
 from children import Worker
 from command import parser, quiet, save, show_rows
 from common import device_facts, markdown_table
-from real_sizes_child import BYTES, GIB
+from real_sizes_child import BYTES, GIB, INT8_CACHE
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -83,6 +83,7 @@ LOADS = {
     "2k": Load((2048,)),
     "8k": Load((8192,)),
     "16 ragged": Load(RAGGED),
+    "8 x 4k decode": Load((4096,) * 8, is_filled=True),
     "32k decode": Load((32768,), is_filled=True),
     "32k prompt": Load((32768,), 2, once=True),
 }
@@ -234,6 +235,9 @@ def measure(name: str, crew: Crew, load: Load, best: dict[str, Any], reps: int) 
     why = {engine: number for engine, number in best.items() if isinstance(number, str)}
     if load.is_filled or load.once:
         why |= dict.fromkeys(set(best).intersection(RIVALS), "only beside stock")
+    if load.is_filled and len(load.lengths) > 1 and "hf_paged" in best:
+        best = best | {INT8_CACHE: best["hf_paged"]}
+        found[INT8_CACHE] = []
     equal = dict.fromkeys(best, 0)
     for rep in tqdm(range(1 if load.once else reps), desc=name):
         engines = list(best)
@@ -243,7 +247,7 @@ def measure(name: str, crew: Crew, load: Load, best: dict[str, Any], reps: int) 
                     found[engine].append(crew.run(engine, best[engine], load, 1000 + rep))
                 except RuntimeError as error:
                     why[engine] = reason(error)
-        if "stock" not in why:
+        if "stock" not in why and not load.is_filled:
             for engine in set(best).difference(why):
                 pairs = zip(found[engine][-1]["tokens"], found["stock"][-1]["tokens"], strict=True)
                 equal[engine] += sum(own == stock for own, stock in pairs)
@@ -287,7 +291,8 @@ def cells(given: Any) -> Iterator[tuple[str, str, list[str]]]:
     """Shapes and dtypes with the loads that are wanted of them."""
     for name, shape in SHAPES.items():
         for dtype in shape.dtypes:
-            loads = [load for load in shape.loads if dtype == "bfloat16" or not load.startswith("32k")]
+            is_in_all = {load: not (LOADS[load].is_filled or LOADS[load].once) for load in shape.loads}
+            loads = [load for load in shape.loads if dtype == "bfloat16" or is_in_all[load]]
             wanted = [load for load in loads if any(fnmatch(f"{name} {dtype} {load}", only) for only in given.only)]
             if wanted:
                 yield name, dtype, wanted
@@ -311,7 +316,7 @@ def main() -> None:
     quiet()
     cores = os.cpu_count() or 1
     threads = given.threads or sorted({cores, max(1, cores // 2)}, reverse=True)
-    pythons = {"stock": sys.executable, "hf_paged": sys.executable}
+    pythons = {"stock": sys.executable, "hf_paged": sys.executable, INT8_CACHE: sys.executable}
     pythons |= {engine: str(venv / "bin" / "python") for engine in RIVALS if (venv := getattr(given, engine))}
     path = given.out / "real_sizes.json"
     results: dict[str, list[Row]] = {}
@@ -328,7 +333,8 @@ def main() -> None:
             if not folder.exists():
                 save_model(shape, folder, given.quick)
             crew = Crew(folder, dtype, pythons, given.memory * 2**30)
-            best = find_threads(crew, [engine for engine in pythons if engine not in shape.left_out], threads)
+            engines = [engine for engine in pythons if engine not in (*shape.left_out, INT8_CACHE)]
+            best = find_threads(crew, engines, threads)
             best |= {engine: why for engine, why in shape.left_out.items() if engine in pythons}
             for load in due:
                 cell = f"{name} {dtype} {load}"

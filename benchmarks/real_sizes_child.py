@@ -7,7 +7,8 @@ in the weights' dtype, and in bfloat16 beside int8. MAX_TOKENS is what all rows 
 NUM_ROWS how many these are. Conversions are kept beside the model, by engine and dtype.
 
 An order: the `lengths` of its prompts, the `seed` of their random tokens, `new_tokens` (of each row, whatever they are)
-and, if `is_filled`, that all of the (one) prompt but its end is in the cache already, as random keys and values.
+and, if `is_filled`, that all of the prompts but their ends is in the cache already, as random keys and values; then all
+are of one length.
 Answers: `seconds`; `firsts`, until each row's first token; `tokens`; `bytes`, the most memory that the process had
 meanwhile, beside the weights.
 """
@@ -31,6 +32,7 @@ Prompts = list[list[int]]
 FIRST_TOKEN = 3
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 GIB = 16  # of memory that an engine may write to
+INT8_CACHE = "hf_paged, int8 cache"
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -71,11 +73,13 @@ class Transformers:
             from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
             quantize_(self.model, Int8WeightOnlyConfig())
-        self.is_patched = engine == "hf_paged"
+        self.is_patched = engine.startswith("hf_paged")
         if self.is_patched:
             import hf_paged
 
             settings: dict[str, Any] = {"num_blocks": max_tokens // 16 + 16} if max_tokens > 2**15 else {}
+            if engine == INT8_CACHE:
+                settings["kv_cache_dtype"] = "int8"
             self.model = hf_paged.patch(self.model, **settings)
 
     def generate(self, prompts: Prompts, new_tokens: int, is_filled: bool) -> tuple[Prompts, Clock]:
@@ -83,7 +87,7 @@ class Transformers:
         if self.is_patched:
             engine = self.model.paged
             if is_filled:
-                self._fill_pool(prompts[0])
+                self._fill_pool(prompts)
             clock = Clock(len(prompts))
             outputs = engine.generate(prompts, **options)
             clock.firsts = [output.metrics.time_to_first_token for output in outputs]
@@ -93,7 +97,7 @@ class Transformers:
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         if is_filled:
-            options["past_key_values"] = self._filled_cache(width - 1)
+            options["past_key_values"] = self._filled_cache(len(prompts), width - 1)
         clock = Clock(len(prompts))
 
         def look(ids: Any, scores: Any) -> Any:
@@ -105,24 +109,31 @@ class Transformers:
         rows: Prompts = done[:, width:].tolist()
         return rows, clock
 
-    def _fill_pool(self, prompt: list[int]) -> None:
-        """Random keys and values as those of the prompt: its steps run no model, and leave its blocks to be found."""
+    def _fill_pool(self, prompts: Prompts) -> None:
+        """Random keys and values as those of the prompts: their steps run no model, and leave blocks to be found."""
         engine, torch = self.model.paged, self.torch
         runner, vocab_size = engine.core.runner.packed, self.model.config.vocab_size
         runner.run = lambda tokens, metadata, attention, rows, *others, **named: torch.zeros(len(rows), vocab_size)
-        engine.generate([prompt], max_new_tokens=1, do_sample=False)
+        engine.generate(prompts, max_new_tokens=1, do_sample=False)
         del runner.run
+        pool = engine.core.pool.kv_cache.tensor
         for block, count in enumerate(engine.snapshot()["blocks"]):
-            if count < 0:  # it can be found again
-                engine.core.pool.kv_cache.tensor[block].normal_()
+            if count >= 0:  # it can't be found again
+                continue
+            if pool.dtype is torch.int8:  # codes of a head's tokens, then their scales
+                heads, end = pool[block].flatten(-2), pool.shape[4] * (pool.shape[5] - 4)
+                heads[..., :end].random_(-127, 128)
+                heads[..., end:].view(torch.float32).fill_(1 / 64)
+            else:
+                pool[block].normal_()
 
-    def _filled_cache(self, length: int) -> Any:
+    def _filled_cache(self, rows: int, length: int) -> Any:
         from transformers import DynamicCache
 
         config, dtype = self.model.config, self.model.dtype
         cache = DynamicCache(config=config)
         for layer in range(config.num_hidden_layers):
-            shape = 1, config.num_key_value_heads, length, config.head_dim
+            shape = rows, config.num_key_value_heads, length, config.head_dim
             cache.update(self.torch.randn(shape, dtype=dtype), self.torch.randn(shape, dtype=dtype), layer)
         return cache
 

@@ -95,11 +95,11 @@ class StateCache:
 
     def read(self, layer: int, pages: Tensor) -> LayerStates:
         """Copies the states of sequences with these pages, `[B, pages]` int64."""
-        states = self.empty(layer, len(pages))
-        for numbers, own, part in self._parts(layer):
-            found = self._pages[:, part].index_select(0, pages[:, own].reshape(-1))
-            states.buffer[:, numbers] = found.view(len(pages), -1)
-        return states
+        parts = [
+            self._pages[:, part].index_select(0, pages[:, own].reshape(-1)).view(len(pages), -1)
+            for _, own, part in self._parts(layer)
+        ]
+        return LayerStates(self._layout, layer, parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
 
     def write(self, layer: int, pages: Tensor, states: LayerStates) -> None:
         for numbers, own, part in self._parts(layer):

@@ -160,7 +160,6 @@ def token_masks(matchers: Sequence[GrammarMatcher], vocab_size: int) -> np.ndarr
 def mask_tokens(scores: Tensor, matchers: Sequence[GrammarMatcher]) -> Tensor:
     """`[rows, vocab_size]` scores, minus infinity where a row's grammar allows no token."""
     rows, vocab_size = scores.shape
-    bits = token_masks(matchers, vocab_size)
-    shifts = torch.arange(32, dtype=torch.int32, device=scores.device)
-    is_allowed = (to_device(bits, scores.device)[:, :, None] >> shifts) & 1
+    octets = to_device(token_masks(matchers, vocab_size), scores.device).view(torch.uint8)
+    is_allowed = octets[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=scores.device) & 1
     return scores.masked_fill(is_allowed.view(rows, -1)[:, :vocab_size] == 0, -float("inf"))

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import hf_paged
-from helpers.models import build, random_ids
+from helpers.models import MODELS, build, random_ids
+from helpers.state_models import STATE_MODELS, build_state_model
 from hf_paged.attention import shared_prefix
 from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.kernels import shared_decode
@@ -21,6 +22,7 @@ from .conftest import watched
 
 CUDA = torch.device("cuda", 0)
 SETTINGS = {"block_size": 4, "num_blocks": 10, "max_num_seqs": 3, "max_num_batched_tokens": 16}
+ESSENTIAL = ("gpt_oss", "deepseek_v3", "mamba2")  # sinks, latents, states
 
 
 @pytest.fixture
@@ -37,22 +39,12 @@ def serve(model: Any) -> None:
     model.generate(random_ids(1, 31).to(CUDA), do_sample=False, **config)  # behind a prefix
     prompts = [random_ids(1, 7 + number, seed=number)[0].tolist() for number in range(3)]
     model.paged.generate(prompts, do_sample=False, eos_token_id=None, max_new_tokens=9)
-    assert model.paged.stats().num_swapped_out and model.paged.stats().prefix_cache_hit_tokens
 
 
-@pytest.mark.parametrize(
-    ("name", "layers", "settings"),
-    [
-        ("llama", 1, {}),
-        ("llama", 1, {"cuda_graphs": False}),
-        pytest.param("gemma2", 2, {}, marks=pytest.mark.slow),  # with windows and without
-    ],
-)
-def test_nothing_is_compiled_afterwards(
-    name: str, layers: int, settings: dict[str, Any], nothing_compiled: None
-) -> None:
+@pytest.mark.parametrize("settings", [{}, {"cuda_graphs": False}])
+def test_nothing_is_compiled_afterwards(settings: dict[str, Any], nothing_compiled: None) -> None:
     model = hf_paged.patch(
-        build(name, layers=layers).to(CUDA), preemption="swap", swap_space_gib=0.01, **SETTINGS | settings
+        build("llama", layers=1).to(CUDA), preemption="swap", swap_space_gib=0.01, **SETTINGS | settings
     )
     with pretend_cuda.watch() as seen:
         done = model.paged.warm_up()
@@ -65,9 +57,31 @@ def test_nothing_is_compiled_afterwards(
         assert done.num_graphs == 3 == len(seen.of("capture")) and done.graph_bytes > 0 and done.no_graphs is None
     with pretend_cuda.watch() as seen:
         serve(model)
+    assert model.paged.stats().num_swapped_out and model.paged.stats().prefix_cache_hit_tokens
     assert not seen.where("compile")
     assert bool(seen.of("replay")) == (not settings) == bool(seen.of("capture"))
     model.paged.check_invariants()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ESSENTIAL else pytest.mark.slow)
+        for name in (*MODELS, *STATE_MODELS)
+        if name != "llama"
+    ],
+)
+def test_nothing_is_compiled_afterwards_of_any_family(name: str, nothing_compiled: None) -> None:
+    build_one = build_state_model if name in STATE_MODELS else build
+    model = hf_paged.patch(build_one(name).to(CUDA), **SETTINGS | {"num_blocks": 40})
+    done = model.paged.warm_up()
+    if not model.paged.core.traits.runs_packed:
+        assert done.num_kernels == 0, "nothing is known of padded steps beforehand"
+        return
+    assert done.num_kernels > 0
+    with pretend_cuda.watch() as seen:
+        serve(model)
+    assert not seen.where("compile")
 
 
 def test_reading_together_is_compiled_beforehand(nothing_compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ A cell is a shape, what its weights are kept in, and a load: one caller with a p
 callers with 128 to 1k each; all want equally many tokens, whatever these are. Engines are processes of their own, in
 turn, repetition by repetition, each behind a short call that does not count; no engine has seen a prompt before;
 figures are medians. Each engine runs at the number of threads that was its fastest for a short prompt. Its cache has
-room for the cell and is in the weights' dtype (bfloat16 beside int8).
+room for the cell and is in the weights' dtype (bfloat16 beside int8), but for that of "hf_paged, int8 cache".
 
 `first s` is how long the median caller waits for the first token. `tokens/s` are those behind it, for one caller, and
 all over the whole time for 16. `GiB beside` is the most resident memory of the process less the size of the weights.
@@ -235,7 +235,7 @@ def measure(name: str, crew: Crew, load: Load, best: dict[str, Any], reps: int) 
     why = {engine: number for engine, number in best.items() if isinstance(number, str)}
     if load.is_filled or load.once:
         why |= dict.fromkeys(set(best).intersection(RIVALS), "only beside stock")
-    if load.is_filled and len(load.lengths) > 1 and "hf_paged" in best:
+    if load.is_filled and len(load.lengths) > 1 and isinstance(best.get("hf_paged"), int):
         best = best | {INT8_CACHE: best["hf_paged"]}
         found[INT8_CACHE] = []
     equal = dict.fromkeys(best, 0)
@@ -259,7 +259,10 @@ def measure(name: str, crew: Crew, load: Load, best: dict[str, Any], reps: int) 
             rows.append({"engine": engine, "why": why[engine]})
             continue
         times = [(answer["seconds"], answer["first"]) for answer in answers]
-        rates = [callers * new / whole if callers > 1 else (new - 1) / (whole - first) for whole, first in times]
+        if callers > 1 and not load.is_filled:
+            rates = [callers * new / whole for whole, _ in times]
+        else:
+            rates = [callers * (new - 1) / (whole - first) for whole, first in times]
         row = {"engine": engine, "threads": best[engine], "first s": statistics.median(first for _, first in times)}
         row |= {"tokens/s": statistics.median(rates), "GiB beside": max(each["bytes"] for each in answers) / 2**30}
         if not load.is_filled:

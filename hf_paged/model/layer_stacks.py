@@ -75,7 +75,7 @@ class LayerStacks:
         self, layer: CPULayer, context: ForwardContext, states: Tensor, angles: tuple[Tensor, Tensor]
     ) -> Tensor | None:
         """The layer's result, with those behind it computed ahead; `None`: it is to be computed by itself, and told to
-        `note`.
+        `note` where all tokens are wanted.
         """
         step: Any = context.step
         if states.shape[1] > MOST or not hasattr(step, "calls"):
@@ -91,8 +91,8 @@ class LayerStacks:
             return None
         layers, kernels = found
         if context.wanted is not None:  # of some tokens: the last layer is computed by itself
-            numbers = [one.params.layer for one in layers if one.params is not None]
-            layers = layers[: (*numbers, context.wanted.layer).index(context.wanted.layer)]
+            numbers, last = [one.params and one.params.layer for one in layers], context.wanted.layer
+            layers = layers[: numbers.index(last)] if last in numbers else layers
             if not layers:
                 return None
         if self.ahead or [one for one in layers[1:] if not one.is_taken]:  # another way, or another activation

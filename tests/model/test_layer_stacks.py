@@ -148,12 +148,21 @@ def by_submit(model: Any, ids: Tensor) -> list[list[int]]:
 @pytest.mark.parametrize("road", [by_generate, by_submit])
 @pytest.mark.parametrize("code", [nothing, in_place, elsewhere, behind, other_angles, skipped, ends])
 @pytest.mark.parametrize("first", [nothing, in_place])
-def test_code_between_layers(first: Any, code: Any, road: Any, stacks: list[tuple[int, int]]) -> None:
+def test_code_between_layers(
+    first: Any, code: Any, road: Any, stacks: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Which does something else once it has been watched, and the first thing again in the end."""
     stock, model = built(), patched()
     for one in (stock, model):
         one.model.layers = Between(one.model.layers, first)
-    survey, sizes = None, []
+    survey, sizes, in_vain, own_fits = None, [], [], layer_stacks.Ahead.fits
+
+    def fits(self: layer_stacks.Ahead, *given: Any) -> bool:
+        if not (found := own_fits(self, *given)):
+            in_vain.append(number)
+        return found
+
+    monkeypatch.setattr(layer_stacks.Ahead, "fits", fits)
     for number, now in enumerate((first, first, code, code, first, first)):
         ids = IDS - number  # no prefix that was computed by other code
         for one in (stock, model):
@@ -170,6 +179,19 @@ def test_code_between_layers(first: Any, code: Any, road: Any, stacks: list[tupl
     assert sizes[5], "those between which nothing is, are computed together again"
     if code not in (nothing, first):
         assert sizes[2].count(LAYERS) + sizes[3].count(LAYERS) <= 1, "given up once nothing takes it"
+        assert in_vain.count(2) + in_vain.count(3) <= 2, "in a prompt, and in a decode step behind it"
+
+
+@pytest.mark.parametrize("order", [[0, 3, 1, 2], [3, 0, 1, 2], [0, 1, 3, 2]])
+def test_layers_in_another_order(order: list[int], stacks: list[tuple[int, int]]) -> None:
+    """The layer of the last number is not the last one, and computes all tokens."""
+    stock, other = built(), built()
+    for one in (stock, other):
+        one.model.layers = nn.ModuleList([one.model.layers[place] for place in order])
+    model = hf_paged.patch(other, num_blocks=128, max_num_seqs=16)
+    for number in range(3):
+        assert by_generate(model, IDS - number) == by_generate(stock, IDS - number)
+    assert stacks
 
 
 def test_a_users_code_between_layers(stacks: list[tuple[int, int]]) -> None:

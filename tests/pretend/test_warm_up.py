@@ -66,7 +66,8 @@ def test_nothing_is_compiled_afterwards(
         assert done.num_graphs == 3 == len(seen.of("capture")) and done.graph_bytes > 0 and done.no_graphs is None
     with pretend_cuda.watch() as seen:
         serve(model)
-    assert model.paged.stats().num_swapped_out and model.paged.stats().prefix_cache_hit_tokens
+    assert model.paged.stats().num_swapped_out or name != "llama", "its pool is too small for all"
+    assert model.paged.stats().prefix_cache_hit_tokens
     assert not seen.where("compile")
     assert bool(seen.of("replay")) == ("cuda_graphs" not in settings) == bool(seen.of("capture"))
     model.paged.check_invariants()

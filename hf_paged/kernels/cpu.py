@@ -344,7 +344,9 @@ class StepCalls:
             raise InputError("attend", "a bias [heads, distances] in float32", query=query, bias=bias)
         if not 0 <= layer < self._num_layers or rows.checked != geometry:
             self._check(query, output, layer, rows, sinks)
-            rows.arguments.heads = self._kernels.heads_at_once(query.shape[1] // self._num_kv_heads)
+            heads_per_kv = query.shape[1] // self._num_kv_heads
+            rows.arguments.query_token, rows.arguments.query_head, _ = query.stride()
+            rows.arguments.heads_per_kv, rows.arguments.heads = heads_per_kv, self._kernels.heads_at_once(heads_per_kv)
             rows.checked = geometry
         arguments = rows.arguments
         arguments.query, arguments.output = query.data_ptr(), output.data_ptr()
@@ -374,9 +376,6 @@ class StepCalls:
         ):
             expected = f"twice [T, heads, dim], for one of {self._num_layers} layers, not {layer}"
             raise InputError("attend", expected, query=query, output=output, kv_cache=self._held[0])
-        arguments = rows.arguments
-        arguments.query_token, arguments.query_head, _ = query.stride()
-        arguments.heads_per_kv = num_heads // num_kv_heads
 
 
 def _are_numbers(*tensors: Tensor) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,19 @@ from hf_paged.sampling.sampler import Outcome, SampledTokens, SamplingBatch, sam
 from hf_paged.sampling.token_table import TokenTable
 
 _Part = tuple[SampledTokens | SelectedBeams | Exception, list[tuple[Run, list[int]]], LoneRows]
+
+
+@dataclass(frozen=True, slots=True)
+class _Takers:
+    """Who takes what a step has computed.
+
+    Attributes:
+        runs: Each with those of its rows that have logits, and where in the batch these are.
+        lone: Rows of calls that have one each.
+    """
+
+    runs: list[tuple[Run, list[int], list[int]]] = field(default_factory=list)
+    lone: LoneRows = field(default_factory=LoneRows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +188,15 @@ class StepExecutor:
             self.num_steps = pool.log.step = self.num_steps + 1
             self.num_prefill_tokens += len(batch.token_ids) - len(batch.seq_ids)
             pool.record_peak()
-            parts = self._deliver(batch, output) if called is None else []
+            takers = self._takers(batch) if called is None else _Takers()
+        if self.in_flight and any(run.chooses_by_tokens for run, _, _ in takers.runs):
+            # The device is busy with this step's forward meanwhile: what a grammar allows is known before its end.
+            while self.in_flight:
+                self.collect()
+            with pool.lock:
+                takers = self._takers(batch)  # rows may have ended
+        with pool.lock, on_steps_stream(device):
+            parts = self._deliver(batch, takers, output)
             is_decode = len(batch.logit_rows) == len(batch.token_ids)
             step = _StepInFlight(self.num_steps, rows, batch.is_stalled, timer, parts, offers, check, is_decode)
             self.in_flight.append(step)
@@ -263,12 +284,14 @@ class StepExecutor:
         assert isinstance(chosen, SampledTokens)
         return chosen.tokens
 
-    def _deliver(self, batch: Batch, logits: Tensor) -> list[_Part]:
-        """Hands callers their logits, has the tokens of the engine's rows chosen, and beams selected."""
+    def _takers(self, batch: Batch) -> _Takers:
+        """Those whose rows a step has computed, but for rows that have ended since."""
         by_consumer: dict[int, tuple[Run, list[int], list[int]]] = {}
         lone = LoneRows()
         starts, consumers = batch.logit_starts.tolist(), self.consumers
         for place, seq_id in enumerate(batch.seq_ids):
+            if seq_id not in consumers:
+                continue
             consumer, row = consumers[seq_id]
             if consumer.lone is not None and starts[place + 1] == starts[place] + 1:
                 lone.runs.append(consumer)
@@ -278,11 +301,16 @@ class StepExecutor:
             if starts[place + 1] > starts[place]:
                 rows.append(row)
                 places.append(place)
+        return _Takers(list(by_consumer.values()), lone)
+
+    def _deliver(self, batch: Batch, step: _Takers, logits: Any) -> list[_Part]:
+        """Hands callers their logits, has the tokens of the engine's rows chosen, and beams selected."""
+        lone = step.lone
         batches: list[SamplingBatch] = []
         takers: list[tuple[Run, list[int]]] = []
         beams: list[BeamBatch] = []
         beam_takers: list[tuple[Run, list[int]]] = []
-        for consumer, rows, places in by_consumer.values():
+        for consumer, rows, places in step.runs:
             try:
                 for own in consumer.take(batch, rows, places, logits):
                     if isinstance(own, SamplingBatch):

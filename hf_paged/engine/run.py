@@ -68,9 +68,11 @@ class Run:
         version: Of the model's weights, those of the last step.
         is_assisted: Whether another model guesses its tokens.
         lone: Its row, if it has only one of which only the next token matters: see `LoneRows`.
+        chooses_by_tokens: Whether the host must know all tokens of a row before it chooses the next one.
     """
 
     is_assisted = False
+    chooses_by_tokens = False
     lone: Row | None = None
 
     def __init__(self, pool: KVPool, worker: StepWorker, on_end: Callable[[], None] | None = None) -> None:

@@ -194,6 +194,7 @@ class SampledRun(Run):
                 StepNoise(call.generator) if is_stocks else SamplingNoise(call.generator, num_rows, num_kept, grid)
             )
         self._matchers = None if call.grammar is None else call.grammar.matchers(num_rows)
+        self.chooses_by_tokens = self._matchers is not None
         self._table: TokenTable | None = None
         self._table_rows: list[int] = []
         if call.ends.others is not None or needs_ids(call.processors):
@@ -329,10 +330,8 @@ class SampledRun(Run):
             if row.num_chosen >= row.plain_until or sequence is None:
                 continue
             row.num_chosen += 1
-            # A position that the model may not have is not tried before it is known that the row gets there; and what
-            # a grammar allows next is known when the token is.
-            waits = sequence.num_tokens >= self.max_context or self._matchers is not None
-            if row.num_chosen >= self.limit or waits:
+            # A position that the model may not have is not tried before it is known that the row gets there.
+            if row.num_chosen >= self.limit or sequence.num_tokens >= self.max_context:
                 sequence.is_wanted = False  # preempted now, it is not to be computed again
             else:
                 self._pool.scheduler.add_placeholder(sequence, own)

@@ -75,6 +75,19 @@ def test_rows_of_different_grammars(lm: Pair, arguments: dict[str, Any]) -> None
                 assert re.fullmatch(pattern, text_of(tokens)), text_of(tokens)
 
 
+def test_rows_are_in_every_step(lm: Pair) -> None:
+    """Would break: rows that wait for their token to be known, and leave every second step of others to these."""
+    grammar = compiler().regex("[0-9]{16}")
+    lm.engine.pause()  # they begin together
+    requests = [lm.engine.submit([5, 6, 7 + i], max_new_tokens=16, eos_token_id=None) for i in range(2)]
+    follows = lm.engine.submit([5, 6, 7], max_new_tokens=16, grammar=grammar, num_return_sequences=2, do_sample=True)
+    lm.engine.resume()
+    assert all(len(request.result(PATIENCE).token_ids) == 16 for request in requests)
+    assert all(re.fullmatch("[0-9]+", text_of(tokens)) for tokens in follows.result(PATIENCE).sequences)
+    assert lm.engine.stats().num_steps <= 18
+    settle(lm)
+
+
 @pytest.mark.parametrize("settings", [{"preemption": "recompute"}, {"preemption": "swap"}], ids=str)
 def test_preempted(make_pair: MakePair, settings: dict[str, Any]) -> None:
     """Would break: a matcher that takes the tokens of a recomputation for new ones."""

@@ -77,8 +77,8 @@ def _channel(model: nn.Module, config: PagedConfig, traits: ModelTraits) -> Chan
         return None
     if config.warm_up:
         raise ValueError("warm_up=True is not supported over several processes (tp_plan)")
-    if config.cuda_graphs:
-        raise ValueError("cuda_graphs=True is not supported over several processes (tp_plan): use None or False")
+    if config.cuda_graphs and (device := next(model.parameters()).device).type != "cuda":
+        raise ValueError(f"cuda_graphs=True needs CUDA devices, this process's share of the model is on {device}")
     channel = Channel(ranks)
     found = channel.gather((replace(config, policy="fcfs"), repr(traits)))  # rank 0 schedules
     if any(other != found[0] for other in found):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,9 +23,11 @@ from hf_paged.model.step_memory import MOST_WANTED
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_Again = Callable[[Callable[[], Any]], Any]
 
 # Of a replay's logits beside those of the same step run eagerly: the same kernels in the same order.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+_FAILED = -1  # what a rank says of a shape that it can't record; 1: it has, 0: it has no memory for it
 CHECKED_STATES = 2  # rows with states that a recording is checked with: a copy of their states is kept meanwhile
 
 # Ids, positions and (of each group of layers) metadata of a step at fixed addresses, the tokens whose logits are wanted
@@ -70,6 +72,8 @@ class StepGraphs:
     Attributes:
         reason: Why there are none of decode steps, once that has turned out.
         why_no_others: The same of all other steps.
+        agree: Where the model is shared out between ranks, gives the smallest of what they say of a shape: all replay
+            it or none does, for their steps exchange tensors of its size.
     """
 
     def __init__(
@@ -99,6 +103,7 @@ class StepGraphs:
         self._decodes = [Shape(size, size, size) for size in capture_sizes(max_num_seqs)]
         self._token_sizes = token_sizes(max_tokens)
         self._record = record
+        self.agree: Callable[[int], int] = int
         self._device = kv_cache.device
         self.max_blocks = max_blocks
         self._room, self._max_bytes = memory or (0, sys.maxsize)
@@ -199,10 +204,7 @@ class StepGraphs:
             for own in tqdm(shapes, desc="hf_paged: recording CUDA graphs", delay=1, leave=False, disable=None):
                 self._recordings[own] = None
                 num_logits = len(self._logits)
-                with suppress(torch.OutOfMemoryError):
-                    self._recordings[own] = self._record_shape(own, step.first(own.rows) if is_decode else step)
-                if self.num_bytes > self._max_bytes:
-                    self._recordings[own] = None
+                self._recordings[own] = self._record_shape(own, step.first(own.rows) if is_decode else step)
                 if self._recordings[own] is None:
                     del self._logits[num_logits:]
                     self._inputs.pop(own, None)
@@ -249,13 +251,63 @@ class StepGraphs:
             self.reason = "out of memory"
             self.why_no_others = self.why_no_others or self.reason
 
-    def _record_shape(self, shape: Shape, step: HostStep) -> Recording:
-        with torch.inference_mode(False):
-            if self._states is not None:  # a step changes them, and does so several times here
-                step = step.first(CHECKED_STATES)
+    def _record_shape(self, shape: Shape, step: HostStep) -> Recording | None:
+        """Records a shape; `None`: there is no memory for it.
+
+        Raises:
+            Exception: It can't be recorded, here or on another rank, or its replay is wrong.
+        """
+        if self._states is not None:
+            step = step.first(CHECKED_STATES)
+        with self._kept_states(step) as again:
+            # Nothing of the recording has run yet: no rank waits for what another one, which has failed, would send.
+            made = self._together(lambda: self._capture(shape, step, again))
+            return None if made is None else self._together(lambda: _checked(*made, again))
+
+    def _together(self, attempt: Callable[[], _T]) -> _T | None:
+        """What an attempt gives; `None`: it has run out of memory, here or on another rank."""
+        found: _T | None = None
+        failure: Exception | None = None
+        try:
+            with suppress(torch.OutOfMemoryError):
+                found = attempt()
+        except Exception as error:
+            failure = error
+        outcome = self.agree(_FAILED if failure is not None else int(found is not None))
+        if outcome == _FAILED:
+            raise failure or _UnrecordableError("another rank can't record it")
+        return found if outcome else None
+
+    @contextmanager
+    def _kept_states(self, step: HostStep) -> Iterator[_Again]:
+        """What it gives calls a function with the states of a step's rows as they are; behind it they are so again."""
+        states = self._states
+        saved: tuple[Tensor, Tensor] | None = None
+
+        def again(function: Callable[[], Any]) -> Any:
+            nonlocal saved
+            if states is not None and saved is None:
                 assert step.pages is not None
-                pages = to_device(step.pages, self._device)
-                saved = self._states.save(pages)
+                with torch.inference_mode(False):
+                    pages = to_device(step.pages, self._device)
+                    saved = pages, states.save(pages)
+            elif states is not None and saved is not None:
+                states.restore(*saved)
+            return function()
+
+        try:
+            yield again
+        finally:
+            if states is not None and saved is not None:
+                states.restore(*saved)
+
+    def _capture(self, shape: Shape, step: HostStep, again: _Again) -> tuple[Recording, Tensor] | None:
+        """Records a shape at inputs that hold a step.
+
+        Returns:
+            The recording, and the logits that the step itself computes. `None`: it takes more memory than it may.
+        """
+        with torch.inference_mode(False):
             if self._tables is None:
                 kv_cache = self._kv_cache()
                 assert kv_cache is not None
@@ -278,12 +330,7 @@ class StepGraphs:
                     torch.empty(self._room, dtype=torch.uint8, device=self._device)
             return logits()
 
-        def again(function: Callable[[], _T]) -> _T:
-            if self._states is not None:
-                self._states.restore(pages, saved)
-            return function()
-
-        logits()  # finds out what lists of work the layers ask for
+        again(logits)  # finds out what lists of work the layers ask for
         with torch.inference_mode(False):
             inputs = StepInputs(shape, self._tables, inputs.pages.shape[1], *metadata[0].kinds)
         inputs.fill(step)
@@ -294,15 +341,11 @@ class StepGraphs:
             place = again(lambda: first_wait(logits))
             if place is not None:
                 raise _UnrecordableError(f"each step waits for the device, at {place}")
-        recording = self._record(recorded)
-        recording.output.fill_(float("nan"))  # or a replay that writes nothing would be right
-        again(recording.replay)
-        num = step.num_rows if shape.is_decode else len(step.wanted)
-        if not _agree(recording.output[:num], expected[:num]):
-            raise _UnrecordableError(f"a replay of {shape.tokens} tokens computes other logits than the step itself")
-        again(lambda: None)
         self._inputs[shape] = inputs
-        return recording
+        recording = again(lambda: self._record(recorded))
+        if self.num_bytes + recording.num_bytes > self._max_bytes:
+            return None
+        return recording, expected[: step.num_rows if shape.is_decode else len(step.wanted)]
 
 
 class _UnrecordableError(Exception):
@@ -314,7 +357,15 @@ def _in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line}" + (f" ({place})" if place else "")
 
 
-def _agree(result: Tensor, expected: Tensor) -> bool:
+def _checked(recording: Recording, expected: Tensor, again: _Again) -> Recording:
+    recording.output.fill_(float("nan"))  # or a replay that writes nothing would be right
+    again(recording.replay)
+    if not _is_close(recording.output[: len(expected)], expected):
+        raise _UnrecordableError("a replay computes other logits than the step itself")
+    return recording
+
+
+def _is_close(result: Tensor, expected: Tensor) -> bool:
     """Row by row; of a row that is no numbers (weights that are none) nothing is asked."""
     truth = expected.float()
     size = truth.norm(dim=-1)

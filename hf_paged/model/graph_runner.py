@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from hf_paged.model.bound_model import BoundModel
 from hf_paged.model.cuda_graph import Recording, StepGraphs
 from hf_paged.model.mixers import StateStep
 from hf_paged.model.packed_runner import PackedRunner
+from hf_paged.model.sharding import lowest_of_ranks
 from hf_paged.model.step_inputs import HostStep
 from hf_paged.model.step_memory import StepMemory
 from hf_paged.model.token_inputs import TokenInputs
@@ -117,7 +119,7 @@ class GraphRunner:
             return "cuda_graphs=False"
         if self.held is None or not self.held.is_of(attention.kv_cache) or self._moves_before != self._num_moves():
             self.held = None  # before the next ones are recorded: two sets need not fit
-            record = self._model.why_unrecorded or cuda_graph.recorder(attention)
+            record = self._model.why_unrecorded(bool(self._config.cuda_graphs)) or cuda_graph.recorder(attention)
             if isinstance(record, str):
                 if self._config.cuda_graphs:
                     raise ValueError(f"cuda_graphs=True: CUDA graphs {record}; use None or False")
@@ -164,4 +166,6 @@ class GraphRunner:
             if why_no_others is None and not backend.can_record_all:
                 why_no_others = f"only decode steps of the backend {backend.name!r} can be recorded"
         limits = max_num_seqs, max_tokens, max_blocks
-        return StepGraphs(forward, kv_cache, *limits, record, why_no_others, self._memory.for_graphs)
+        graphs = StepGraphs(forward, kv_cache, *limits, record, why_no_others, self._memory.for_graphs)
+        graphs.agree = partial(lowest_of_ranks, model.model, kv_cache.device)
+        return graphs

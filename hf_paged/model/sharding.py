@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -37,6 +38,15 @@ def from_first_rank(model: Any, tensor: Tensor) -> Tensor:
     """
     dist.broadcast(tensor, group=model._device_mesh.get_group("tp"), group_src=0)
     return tensor
+
+
+def lowest_of_ranks(model: Any, device: torch.device, value: int) -> int:
+    """The smallest of the numbers that the ranks give, which all call it at the same place; a whole model's own."""
+    if ranks_of(model) is None:
+        return value
+    found = torch.tensor(value, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MIN, group=model._device_mesh.get_group("tp"))
+    return int(found)
 
 
 def why_not_whole(model: nn.Module) -> str | None:

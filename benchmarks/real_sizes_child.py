@@ -8,7 +8,7 @@ NUM_ROWS how many these are. Conversions are kept beside the model, by engine an
 
 An order: the `lengths` of its prompts, the `seed` of their random tokens, `new_tokens` (of each row, whatever they are)
 and, if `is_filled`, that all of the prompts but their ends is in the cache already, as random keys and values; then all
-are of one length.
+are of one length. With `expected` and `actual` tokens, stock judges these instead (`verdict`).
 Answers: `seconds`; `firsts`, until each row's first token; `tokens`; `bytes`, the most memory that the process had
 meanwhile, beside the weights.
 """
@@ -93,9 +93,8 @@ class Transformers:
             clock.firsts = [output.metrics.time_to_first_token for output in outputs]
             return [output.token_ids for output in outputs], clock
         torch = self.torch
-        width = max(map(len, prompts))
-        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        ids, mask = self._padded(prompts)
+        width = ids.shape[1]
         if is_filled:
             options["past_key_values"] = self._filled_cache(len(prompts), width - 1)
         clock = Clock(len(prompts))
@@ -108,6 +107,21 @@ class Transformers:
         done = self.model.generate(ids, attention_mask=mask, stopping_criteria=[look], **options)
         rows: Prompts = done[:, width:].tolist()
         return rows, clock
+
+    def _padded(self, prompts: Prompts) -> tuple[Any, Any]:
+        width = max(map(len, prompts))
+        ids = [[0] * (width - len(prompt)) + prompt for prompt in prompts]
+        mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        return self.torch.tensor(ids), self.torch.tensor(mask)
+
+    def judge(self, prompts: Prompts, expected: Prompts, actual: Prompts) -> str:
+        """Whether another engine's tokens are stock's, which are expected, up to near ties."""
+        from hf_paged.testing import compare_generations
+
+        (ids, mask), torch = self._padded(prompts), self.torch
+        sides = (torch.cat([ids, torch.tensor(tokens)], dim=1) for tokens in (expected, actual))
+        options = {"max_new_tokens": len(expected[0]), "do_sample": False, "pad_token_id": 0}
+        return compare_generations(self.model, ids, *sides, attention_mask=mask, **options).summary
 
     def _fill_pool(self, prompts: Prompts) -> None:
         """Random keys and values as those of the prompts: their steps run no model, and leave blocks to be found."""
@@ -376,6 +390,8 @@ def main() -> None:
     def answer(order: dict[str, Any]) -> dict[str, Any]:
         draw = np.random.default_rng(order["seed"])
         prompts = [draw.integers(FIRST_TOKEN, vocab_size, length).tolist() for length in order["lengths"]]
+        if "actual" in order:
+            return {"verdict": engine.judge(prompts, order["expected"], order["actual"])}
         Path("/proc/self/clear_refs").write_text("5")
         tokens, clock = engine.generate(prompts, order["new_tokens"], order["is_filled"])
         seconds = clock.seconds()

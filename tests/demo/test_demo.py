@@ -113,7 +113,7 @@ def test_chat_streams(client: Client, hub: Hub) -> None:
     assert figures["finish_reason"] == "length" and figures["new_tokens"] == 48
     assert figures["prompt_tokens"] == len(hub.loaded.tokenizer(OPENING).input_ids)
     assert figures["cached_tokens"] in (0, 16)
-    assert 0 < figures["seconds_to_first_token"] < 20 and figures["tokens_per_second"] > 1
+    assert figures["seconds_to_first_token"] > 0 and figures["tokens_per_second"] > 0
 
 
 def test_chat_says_what_the_model_says(client: Client, hub: Hub) -> None:

@@ -242,6 +242,7 @@ def test_serve_takes_dtype_and_name_from_the_folder(tmp_path, monkeypatch, optio
     assert result.exit_code == 0, result.output
     loaded, _, settings = served[0][:3]
     assert (str(loaded.dtype), settings.model_name) == (f"torch.{dtype}", name)
+    assert loaded.paged.core.pool.is_serving, "a GPU's pool is sized as for a model in another's process"
     assert settings.public_docs == bool(options)
     assert create_app(loaded, tokenizer).state.serving.model_name == "my-model"  # without the command line
 

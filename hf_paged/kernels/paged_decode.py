@@ -191,7 +191,7 @@ def tiling(itemsize: int, padded_dim: int, group: int) -> Tiling:
         return Tiling(rows=16, tokens=16, num_warps=4, num_stages=2)
     rows = max(16, next_power_of_two(min(group, 64)))
     tokens = max(16, min(128 if rows < 64 else 64, 8192 // padded_dim))
-    return Tiling(rows, tokens, num_warps=8 if rows > 32 else 4, num_stages=3)
+    return Tiling(rows, tokens, num_warps=8 if rows > 32 and padded_dim > 64 else 4, num_stages=3)
 
 
 def plan(query: Tensor, kv_cache: Tensor) -> tuple[Tiling, int]:

@@ -167,6 +167,7 @@ def tiling(
     device: Device,
     is_code: bool,
     has_bias: bool = False,
+    has_softcap: bool = False,
 ) -> Tiling:
     """Shape of a program's tile: as many rows as the longest query fills, up to what the registers hold.
 
@@ -179,6 +180,7 @@ def tiling(
         is_code: Whether the pool holds codes of 8 bits, whose tiles are summed apart: a second sum in registers.
         has_bias: Whether a bias is added to scores: one for each score of a tile in registers, and fetched ahead in
             shared memory.
+        has_softcap: Whether scores are bounded, which takes registers that 128 rows of wide heads don't leave.
     """
     rows = longest_query * group
     if itemsize == 4:  # no tensor cores multiply float32 exactly: the product lives in registers, the tile is small
@@ -196,7 +198,7 @@ def tiling(
         tokens = min(tokens, 64)
         if not device.reads_shared_factors:  # they are decoded in registers
             return Tiling(rows=64 if padded_dim <= 128 else 32, tokens=tokens, num_warps=8, num_stages=3)
-    if rows <= 64 or (padded_dim > 128 and (is_code or not device.reads_shared_factors)):
+    if rows <= 64 or (padded_dim > 128 and (is_code or has_softcap or not device.reads_shared_factors)):
         return Tiling(rows=64, tokens=tokens, num_warps=8 if padded_dim > 128 else 4, num_stages=3)
     return Tiling(rows=128, tokens=tokens, num_warps=8, num_stages=3)
 
@@ -223,17 +225,20 @@ class Plan(NamedTuple):
     slots: int
 
 
-def plan(query: Tensor, kv_cache: Tensor, max_query_len: int, has_bias: bool = False) -> Plan:
+def plan(
+    query: Tensor, kv_cache: Tensor, max_query_len: int, has_bias: bool = False, has_softcap: bool = False
+) -> Plan:
     """How new tokens with these queries `[T, num_heads, head_dim]` are attended for.
 
     Args:
         max_query_len: New tokens of the sequence that has most.
         has_bias: Whether a bias is added to scores.
+        has_softcap: Whether scores are bounded.
     """
     num_kv_heads, padded_dim = kv_cache.shape[3], next_power_of_two(max(16, head_dim_of(kv_cache)))
     group, device, is_code = query.shape[1] // num_kv_heads, device_of(query.device), kv_cache.dtype in FORMATS
     itemsize = query.element_size()
-    shape = tiling(itemsize, padded_dim, group, max_query_len, device, is_code, has_bias)
+    shape = tiling(itemsize, padded_dim, group, max_query_len, device, is_code, has_bias, has_softcap)
     tokens = shape.fit(padded_dim, itemsize, kv_cache.element_size(), device).tokens
     queries, _, num_group_tiles = query_tiling(group, shape.rows)
     slots = -(-PROGRAMS_A_PROCESSOR * device.num_processors // (num_kv_heads * num_group_tiles))
@@ -251,7 +256,7 @@ def paged_prefill(call: LayerAttention, items: Tensor, split: Tensor, rows: int,
         exact: See above.
     """
     query_tile, group_tile, num_group_tiles = query_tiling(call.group, rows)
-    kind = call.device, bool(call.pool_format), call.bias is not None
+    kind = call.device, bool(call.pool_format), call.bias is not None, call.softcap > 0
     shape = call.fit(tiling(call.query.element_size(), call.padded_dim, 1, rows, *kind))
     if shape.rows < rows:
         raise ValueError(f"a tile has {shape.rows} rows at most for these tensors, got {rows}")

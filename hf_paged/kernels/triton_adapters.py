@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_paged.kernels import slot_tables
-from hf_paged.kernels.launch import FUSION
+from hf_paged.kernels.launch import FUSION, device_of
 from hf_paged.kernels.layers import InputError
 from hf_paged.kernels.slot_tables import SlotTables
 from hf_paged.kernels.tile_ops import dot_add, hash_now
@@ -22,6 +22,7 @@ FIELDS = tl.constexpr(slot_tables.FIELDS)
 RANK, IS_HALF, SCALE = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)  # fields of an entry behind the addresses
 TOKENS, RANKS = 16, 16
 WIDTH, COLUMNS = 64, 64  # of a tile
+REGISTERS = {"maxnreg": 128}  # told no number, NVIDIA's assembler takes fewer than it needs, and spills others
 PROGRAMS = 512  # that do something, about: enough for any GPU
 
 
@@ -232,5 +233,5 @@ def add(
         own = -(-num_pieces // max(1, min(num_pieces, PROGRAMS // num_tiles)))  # pieces of a program
         _expand_kernel[(num_tokens, -(-num_pieces // own))](
             scratch, slots, tables.tensor, base_bias, output, num_tokens, columns, own * COLUMNS, *place, num_parts,
-            COLUMNS=COLUMNS, **shape,
+            COLUMNS=COLUMNS, **shape, **REGISTERS if device_of(states.device).is_nvidia else {},
         )  # fmt: skip

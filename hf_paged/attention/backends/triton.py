@@ -183,8 +183,8 @@ class TritonStep:
         if num_decodes < metadata.seq_lens.shape[0] or self._exact:
             num_tokens = max(1, EXACT_ROWS * kv_cache.shape[3] // query.shape[1])
             num_queries = num_tokens if self._exact else metadata.max_query_len
-            kind = params.bias is not None, bool(params.softcap)
-            rows, tile, tokens, slots = ops.prefill_plan(query, kv_cache, num_queries, *kind)
+            scores = params.bias is not None, bool(params.softcap)
+            rows, tile, tokens, slots = ops.prefill_plan(query, kv_cache, num_queries, *scores)
             queries = metadata.query_work(WorkKind(tokens, slots, window, tile, EXACT_PART if self._exact else 0))
         # One after the other, so their parts are in the same place.
         max_parts = max(work.max_parts if work else 0, queries.max_parts if queries else 0)

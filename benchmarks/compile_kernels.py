@@ -252,11 +252,13 @@ def attention_cases(kernel: str, dtype: str, pool: str, head_dim: int, device: l
     else:
         more = 512, device, pool not in DTYPES
         sizes = {group: paged_prefill.tiling(itemsize, padded, group, *more).rows for group in (1, 4)}
+        bounded = paged_prefill.tiling(itemsize, padded, 4, *more, has_softcap=True).rows
     for group, rows in sizes.items():
         yield Case(kernel, dtype, pool, head_dim, 16, group, "", rows)
     if head_dim in (128, 256) and (dtype, pool) != ("fp16", "e5m2"):
         for feature in (*ALL_FEATURES.split("+"), ALL_FEATURES):
-            yield Case(kernel, dtype, pool, head_dim, 16, 4, feature, sizes[4])
+            rows = bounded if kernel == "prefill" and "softcap" in feature else sizes[4]
+            yield Case(kernel, dtype, pool, head_dim, 16, 4, feature, rows)
     if head_dim == 64:
         yield Case(kernel, dtype, pool, head_dim, 16, 1, "bias", next(iter(sizes.values())))
     if head_dim == 128 and pool in DTYPES:

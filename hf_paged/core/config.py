@@ -102,8 +102,8 @@ class PagedConfig:
             capability 8.0 on, and ROCm), `"cpu"` (kernels in C, compiled within a second at first use, which needs a C
             compiler), another one that was registered, or `"auto"`: those the device can run, else torch.
         cuda_graphs: Record steps in CUDA graphs, decode steps at the first one and others when they first come, and
-            replay them; `None`: where the model is on a CUDA device and its backend can be recorded (Triton's can),
-            `True`: the same, and raise elsewhere.
+            replay them; `None`: where the model is on a CUDA device and its backend can be recorded (Triton's can), but
+            not where its weights are split between processes; `True`: there, too, and raise elsewhere.
         compile_decode: Compile what lies between a decode step's attentions (`torch.compile`) before it is recorded in
             CUDA graphs, in place of the engine's own fused layers. It takes its time at the first such step, and torch
             2.12 or later.

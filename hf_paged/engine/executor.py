@@ -141,7 +141,7 @@ class StepExecutor:
         return self._tables.setdefault(device, TokenTable(device))
 
     def launch(self, batch: Batch, called: CalledForward | None = None) -> Any:
-        """Queues a step. Takes it back if anything raises. The step lock is held.
+        """Queues a step. Takes it back if the model raises. The step lock is held.
 
         Args:
             called: The caller's forward that it is, if it is one in its caller's shape.
@@ -159,7 +159,9 @@ class StepExecutor:
                 chosen = None if batch.placeholders is None else self._chosen_before()
                 tell = None
                 if self.leader is not None:
-                    tell = partial(self.leader.step, batch, embeddings=embeddings, chosen=chosen)
+                    runner, graphs = self._runner, self._runner.graphs
+                    num_moves = graphs.num_moves() if runner.may_replay() and called is None else None
+                    tell = partial(self.leader.step, batch, embeddings=embeddings, chosen=chosen, num_moves=num_moves)
                 pool.execute_moves(batch, attention, tell)
                 if self.leader is not None and chosen is not None:
                     from_first_rank(self.model.model, chosen)
@@ -189,10 +191,14 @@ class StepExecutor:
             self.num_prefill_tokens += len(batch.token_ids) - len(batch.seq_ids)
             pool.record_peak()
             takers = self._takers(batch) if called is None else _Takers()
+        error: BaseException | None = None
         if self.in_flight and any(run.chooses_by_tokens for run, _, _ in takers.runs):
             # The device is busy with this step's forward meanwhile: what a grammar allows is known before its end.
-            while self.in_flight:
-                self.collect()
+            try:
+                while self.in_flight:
+                    self.collect()
+            except BaseException as raised:  # of who listens; the step goes on
+                error = raised
             with pool.lock:
                 takers = self._takers(batch)  # rows may have ended
         with pool.lock, on_steps_stream(device):
@@ -201,6 +207,8 @@ class StepExecutor:
             step = _StepInFlight(self.num_steps, rows, batch.is_stalled, timer, parts, offers, check, is_decode)
             self.in_flight.append(step)
             timer.stop()
+        if error is not None:
+            raise error
         return output
 
     def collect(self) -> None:

@@ -287,7 +287,10 @@ class StepLoop:
             self._token_limit = None
             self._collect(num_kept=int(overlaps))
         except BaseException as error:  # a hook that calls sys.exit() ends its request, not the loop of all
-            owners = [self._executor.consumers[seq_id][0] for seq_id in step.seq_ids]  # before rows end
+            consumers = self._executor.consumers
+            owners = [
+                consumers[seq_id][0] if seq_id in consumers else None for seq_id in step.seq_ids
+            ]  # some have ended
             self.settle()
             self._isolate(step, owners, error)
         return True
@@ -376,9 +379,11 @@ class StepLoop:
         self.forget_refusals()
         return False
 
-    def _isolate(self, step: Batch, owners_of_rows: list[Run], error: BaseException) -> None:
+    def _isolate(self, step: Batch, owners_of_rows: list[Run | None], error: BaseException) -> None:
         """After a step that raised: runs each owner's rows by themselves, and fails those that raise again."""
-        owners = {id(owner): owner for owner in owners_of_rows}
+        owners = {id(owner): owner for owner in owners_of_rows if owner is not None}
+        if not owners:
+            return
         if isinstance(error, torch.OutOfMemoryError):
             is_first = self._token_limit is None
             self._token_limit = max(self._pool.manager.least_chunk, step.num_tokens // 2)  # the next step is smaller
@@ -386,7 +391,8 @@ class StepLoop:
                 torch.cuda.empty_cache()
             if is_first and step.num_tokens > 1:
                 return
-            smallest = min(zip(step.query_lens, owners_of_rows, strict=True), key=lambda row: row[0])[1]
+            rows = zip(step.query_lens, owners_of_rows, strict=True)
+            smallest = min(((length, owner) for length, owner in rows if owner is not None), key=lambda row: row[0])[1]
             owners = {id(smallest): smallest}
         if len(owners) == 1:
             with self._pool.lock:

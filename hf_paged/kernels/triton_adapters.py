@@ -22,7 +22,9 @@ FIELDS = tl.constexpr(slot_tables.FIELDS)
 RANK, IS_HALF, SCALE = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)  # fields of an entry behind the addresses
 TOKENS, RANKS = 16, 16
 WIDTH, COLUMNS = 64, 64  # of a tile
-REGISTERS = {"maxnreg": 128}  # told no number, NVIDIA's assembler takes fewer than it needs, and spills others
+REGISTERS = {
+    "maxnreg": 128
+}  # without a limit, NVIDIA's assembler gives a thread fewer registers than it needs, and spills
 PROGRAMS = 512  # that do something, about: enough for any GPU
 
 

@@ -6,7 +6,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -73,7 +73,7 @@ class StepGraphs:
         reason: Why there are none of decode steps, once that has turned out.
         why_no_others: The same of all other steps.
         agree: Where the model is shared out between ranks, gives the smallest of what they say of a shape: all replay
-            it or none does, for their steps exchange tensors of its size.
+            it or none does, for their steps exchange tensors of its size. `None`: the model is whole.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class StepGraphs:
         self._decodes = [Shape(size, size, size) for size in capture_sizes(max_num_seqs)]
         self._token_sizes = token_sizes(max_tokens)
         self._record = record
-        self.agree: Callable[[int], int] = int
+        self.agree: Callable[[int], int] | None = None
         self._device = kv_cache.device
         self.max_blocks = max_blocks
         self._room, self._max_bytes = memory or (0, sys.maxsize)
@@ -209,11 +209,13 @@ class StepGraphs:
                     del self._logits[num_logits:]
                     self._inputs.pop(own, None)
         except Exception as error:  # a model that reads something back, makes tensors on the host, ...
+            if self.agree is not None and not isinstance(error, _UnrecordableError):
+                raise  # the other ranks are in the midst of what this one has left
             self._fail(is_decode, error)
         self._warn_of_memory(shapes, is_decode)
 
     def _fail(self, is_decode: bool, error: Exception) -> None:
-        reason = str(error) if isinstance(error, _UnrecordableError) else _in_words(error)
+        reason = _in_words(error)
         for shape in [own for own in self._recordings if own.is_decode == is_decode]:
             self._recordings[shape] = None
             self._inputs.pop(shape, None)
@@ -259,13 +261,21 @@ class StepGraphs:
         """
         if self._states is not None:
             step = step.first(CHECKED_STATES)
-        with self._kept_states(step) as again:
-            # Nothing of the recording has run yet: no rank waits for what another one, which has failed, would send.
-            made = self._together(lambda: self._capture(shape, step, again))
-            return None if made is None else self._together(lambda: _checked(*made, again))
+        is_shared = self.agree is not None
+        with self._kept_states(step) as again, nullcontext() if is_shared else suppress(torch.OutOfMemoryError):
+            logits, expected = self._prepare(shape, step, again)
+            # What is agreed on runs on all ranks alike up to its end, or on none: captures don't wait for others.
+            recording = self._together(lambda: self._capture(shape, logits, again))
+            if recording is not None:
+                return self._together(lambda: _checked(recording, expected, again))
+        return None
 
     def _together(self, attempt: Callable[[], _T]) -> _T | None:
-        """What an attempt gives; `None`: it has run out of memory, here or on another rank."""
+        """What an attempt gives; `None`: it has run out of memory, here or on another rank.
+
+        Raises:
+            _UnrecordableError: It has failed, here or on another rank.
+        """
         found: _T | None = None
         failure: Exception | None = None
         try:
@@ -273,10 +283,17 @@ class StepGraphs:
                 found = attempt()
         except Exception as error:
             failure = error
-        outcome = self.agree(_FAILED if failure is not None else int(found is not None))
-        if outcome == _FAILED:
-            raise failure or _UnrecordableError("another rank can't record it")
-        return found if outcome else None
+        try:
+            outcome = _FAILED if failure is not None else int(found is not None)
+            if self.agree is not None:
+                outcome = self.agree(outcome)
+            if failure is not None:
+                raise _UnrecordableError(_in_words(failure)) from failure
+            if outcome == _FAILED:
+                raise _UnrecordableError("another rank can't record it")
+            return found if outcome else None
+        finally:
+            del failure  # whose traceback holds this frame
 
     @contextmanager
     def _kept_states(self, step: HostStep) -> Iterator[_Again]:
@@ -301,11 +318,11 @@ class StepGraphs:
             if states is not None and saved is not None:
                 states.restore(*saved)
 
-    def _capture(self, shape: Shape, step: HostStep, again: _Again) -> tuple[Recording, Tensor] | None:
-        """Records a shape at inputs that hold a step.
+    def _prepare(self, shape: Shape, step: HostStep, again: _Again) -> tuple[Callable[[], Tensor], Tensor]:
+        """Makes a shape's inputs, which hold a step.
 
         Returns:
-            The recording, and the logits that the step itself computes. `None`: it takes more memory than it may.
+            What computes logits from them, and those of the step.
         """
         with torch.inference_mode(False):
             if self._tables is None:
@@ -324,28 +341,31 @@ class StepGraphs:
                 self._logits.append(found.new_empty(size, found.shape[1]))
             return self._logits[-1][: len(found)].copy_(found)
 
-        def recorded() -> Tensor:
-            if self._room and not self.shapes:  # one piece, which this and all other recordings are cut from
-                with suppress(torch.OutOfMemoryError):
-                    torch.empty(self._room, dtype=torch.uint8, device=self._device)
-            return logits()
-
         again(logits)  # finds out what lists of work the layers ask for
         with torch.inference_mode(False):
             inputs = StepInputs(shape, self._tables, inputs.pages.shape[1], *metadata[0].kinds)
         inputs.fill(step)
         ids, positions, metadata = inputs.views()
         expected = again(logits).clone()  # also compiles what is not compiled yet, which can't be recorded
+        self._inputs[shape] = inputs
+        return logits, expected[: step.num_rows if shape.is_decode else len(step.wanted)]
+
+    def _capture(self, shape: Shape, logits: Callable[[], Tensor], again: _Again) -> Recording | None:
+        """Records a shape; `None`: it takes more memory than it may."""
+
+        def recorded() -> Tensor:
+            if self._room and not self.shapes:  # one piece, which this and all other recordings are cut from
+                with suppress(torch.OutOfMemoryError):
+                    torch.empty(self._room, dtype=torch.uint8, device=self._device)
+            return logits()
+
         is_first = not any(own.is_decode == shape.is_decode for own in self.shapes)
         if is_first and self._device.type == "cuda":
             place = again(lambda: first_wait(logits))
             if place is not None:
                 raise _UnrecordableError(f"each step waits for the device, at {place}")
-        self._inputs[shape] = inputs
-        recording = again(lambda: self._record(recorded))
-        if self.num_bytes + recording.num_bytes > self._max_bytes:
-            return None
-        return recording, expected[: step.num_rows if shape.is_decode else len(step.wanted)]
+        recording: Recording = again(lambda: self._record(recorded))
+        return recording if self.num_bytes + recording.num_bytes <= self._max_bytes else None
 
 
 class _UnrecordableError(Exception):
@@ -353,6 +373,8 @@ class _UnrecordableError(Exception):
 
 
 def _in_words(error: Exception) -> str:
+    if isinstance(error, _UnrecordableError):
+        return str(error)
     first_line, place = str(error).split("\n", 1)[0], raised_at(error)
     return f"{type(error).__name__}: {first_line}" + (f" ({place})" if place else "")
 

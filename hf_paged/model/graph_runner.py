@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from hf_paged.model.bound_model import BoundModel
 from hf_paged.model.cuda_graph import Recording, StepGraphs
 from hf_paged.model.mixers import StateStep
 from hf_paged.model.packed_runner import PackedRunner
-from hf_paged.model.sharding import lowest_of_ranks
+from hf_paged.model.sharding import lowest_of_ranks, ranks_of
 from hf_paged.model.step_inputs import HostStep
 from hf_paged.model.step_memory import StepMemory
 from hf_paged.model.token_inputs import TokenInputs
@@ -30,6 +29,7 @@ class GraphRunner:
     """Owns the graphs of steps: those over one pool, and of the weights as they are.
 
     Attributes:
+        num_moves: How often the weights have moved in memory; on ranks above 0, those of rank 0, as it said last.
         held: The graphs, once a step has asked for them.
         num_replays: Steps that were replayed.
         left_out: Steps that were not though there are graphs, by the reason.
@@ -46,7 +46,7 @@ class GraphRunner:
         """`num_moves` says how often the weights have moved in memory, `memory` what graphs may take."""
         self._model = model
         self._packed = packed
-        self._num_moves = num_moves
+        self.num_moves = num_moves
         self._config = config
         self._moves_before = 0  # when the graphs were made
         self._memory = memory
@@ -117,7 +117,7 @@ class GraphRunner:
         """The graphs over this pool and the weights as they are, or why there can be none."""
         if self._config.cuda_graphs is False:
             return "cuda_graphs=False"
-        if self.held is None or not self.held.is_of(attention.kv_cache) or self._moves_before != self._num_moves():
+        if self.held is None or not self.held.is_of(attention.kv_cache) or self._moves_before != self.num_moves():
             self.held = None  # before the next ones are recorded: two sets need not fit
             record = self._model.why_unrecorded(bool(self._config.cuda_graphs)) or cuda_graph.recorder(attention)
             if isinstance(record, str):
@@ -127,7 +127,7 @@ class GraphRunner:
                     raise ValueError(f"compile_decode=True: CUDA graphs {record}; use False")
                 return f"CUDA graphs {record}"
             self._model.find_layers()  # which may move weights
-            self.held, self._moves_before = self._make(attention, record), self._num_moves()
+            self.held, self._moves_before = self._make(attention, record), self.num_moves()
         return self.held
 
     def _make(self, attention: PoolAttention, record: Callable[[Callable[[], Tensor]], Recording]) -> StepGraphs:
@@ -167,5 +167,7 @@ class GraphRunner:
                 why_no_others = f"only decode steps of the backend {backend.name!r} can be recorded"
         limits = max_num_seqs, max_tokens, max_blocks
         graphs = StepGraphs(forward, kv_cache, *limits, record, why_no_others, self._memory.for_graphs)
-        graphs.agree = partial(lowest_of_ranks, model.model, kv_cache.device)
+        if ranks_of(model.model) is not None:
+            device = kv_cache.device
+            graphs.agree = lambda value: lowest_of_ranks(model.model, device, value)  # it holds the model weakly
         return graphs

@@ -36,6 +36,13 @@ class ModelRunner:
         self.packed = PackedRunner(model)
         self.padded = PaddedRunner(model)
         self.graphs = GraphRunner(model, self.packed, num_moves, config, memory)
+        self.may_replay: Callable[[], bool] = lambda: model.runs_known_code and not model.is_offloaded
+
+    def follow(self, num_moves: int | None) -> None:
+        """On ranks above 0: rank 0 replays the next step over weights that have moved so often; `None`: it doesn't."""
+        self.may_replay = lambda: num_moves is not None
+        if num_moves is not None:
+            self.graphs.num_moves = lambda: num_moves
 
     def run(
         self,
@@ -61,7 +68,7 @@ class ModelRunner:
         """
         model = self._model
         step = HostStep.of(batch, attention.kv_cache, embeddings, chosen)
-        if model.runs_known_code and not model.is_offloaded:
+        if self.may_replay():
             logits = self.graphs.replay(batch, step, attention)
             if logits is not None:
                 return logits

@@ -41,9 +41,7 @@ def from_first_rank(model: Any, tensor: Tensor) -> Tensor:
 
 
 def lowest_of_ranks(model: Any, device: torch.device, value: int) -> int:
-    """The smallest of the numbers that the ranks give, which all call it at the same place; a whole model's own."""
-    if ranks_of(model) is None:
-        return value
+    """The smallest of the numbers that the ranks give, which all call it at the same place among their forwards."""
     found = torch.tensor(value, device=device)
     dist.all_reduce(found, dist.ReduceOp.MIN, group=model._device_mesh.get_group("tp"))
     return int(found)

@@ -191,14 +191,14 @@ class StepExecutor:
             self.num_prefill_tokens += len(batch.token_ids) - len(batch.seq_ids)
             pool.record_peak()
             takers = self._takers(batch) if called is None else _Takers()
-        error: BaseException | None = None
+        of_listener: BaseException | None = None
         if self.in_flight and any(run.chooses_by_tokens for run, _, _ in takers.runs):
             # The device is busy with this step's forward meanwhile: what a grammar allows is known before its end.
             try:
                 while self.in_flight:
                     self.collect()
-            except BaseException as raised:  # of who listens; the step goes on
-                error = raised
+            except BaseException as error:  # the step goes on
+                of_listener = error
             with pool.lock:
                 takers = self._takers(batch)  # rows may have ended
         with pool.lock, on_steps_stream(device):
@@ -207,8 +207,8 @@ class StepExecutor:
             step = _StepInFlight(self.num_steps, rows, batch.is_stalled, timer, parts, offers, check, is_decode)
             self.in_flight.append(step)
             timer.stop()
-        if error is not None:
-            raise error
+        if of_listener is not None:
+            raise of_listener
         return output
 
     def collect(self) -> None:

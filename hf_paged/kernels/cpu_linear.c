@@ -25,7 +25,7 @@ enum { VECTORS = 3 };
 #else
 enum { VECTORS = 2 };
 #endif
-enum { ROWS = 4 };
+enum { ROWS = 4, HALF = (VECTORS + 1) / 2 };
 enum { PAIR = 4 / sizeof(element), STEP = LANES * PAIR }; /* elements in 4 bytes, and in a vector */
 enum { SPAN = 4096 / sizeof(element), SPAN_ACROSS = 64 * PAIR }; /* what a tile reads stays in the first-level cache */
 enum { BLOCK = 64, BLOCK_BYTES = 1 << 19 };                      /* rows, which stay in the second */
@@ -140,17 +140,19 @@ TILES(line, 1, 0, 1)
 TILES(plain_along, VECTORS, 0, 0)
 TILES(one_ahead_along, VECTORS, 0, 1)
 TILES(two_ahead_along, VECTORS, 0, 2)
+TILES(half_ahead_along, VECTORS, 0, HALF)
 TILES(all_ahead_along, VECTORS, 0, VECTORS)
 TILES(narrow_across, 1, 1, 0)
 TILES(plain_across, VECTORS, 1, 0)
 TILES(one_ahead_across, VECTORS, 1, 1)
 TILES(two_ahead_across, VECTORS, 1, 2)
+TILES(half_ahead_across, VECTORS, 1, HALF)
 TILES(all_ahead_across, VECTORS, 1, VECTORS)
-enum { NARROW, PLAIN, ONE_AHEAD, TWO_AHEAD, ALL_AHEAD };
+enum { NARROW, PLAIN, ONE_AHEAD, TWO_AHEAD, HALF_AHEAD, ALL_AHEAD };
 #define ALL_KINDS(way)                                                                                                 \
   {ALL_ROWS(narrow##way), ALL_ROWS(plain##way), ALL_ROWS(one_ahead##way), ALL_ROWS(two_ahead##way),                    \
-   ALL_ROWS(all_ahead##way)}
-static tile_function *const TILE_OF[2][5][ROWS] = {ALL_KINDS(_along), ALL_KINDS(_across)};
+   ALL_ROWS(half_ahead##way), ALL_ROWS(all_ahead##way)}
+static tile_function *const TILE_OF[2][6][ROWS] = {ALL_KINDS(_along), ALL_KINDS(_across)};
 
 INLINE void put(const float *from, int64_t columns, element *to, const element *bias) {
   if (bias)
@@ -191,8 +193,8 @@ static void strip(const struct linear *a, const struct part *part, int64_t first
   const int64_t step = is_across ? PAIR : STEP, most = is_across ? SPAN_ACROSS : SPAN, whole = a->width / step * step;
   const int64_t full = vectors * (is_across ? LANES : 1), left = part->columns - column;
   const int64_t columns = left < full ? left : full, tiles = (rows + ROWS - 1) / ROWS;
-  /* What comes later is fetched by as many tiles as can share it: one vector of a step each, or two. */
-  const int fetched = tiles >= VECTORS ? 1 : tiles >= (VECTORS + 1) / 2 ? 2 : VECTORS;
+  /* What comes later is fetched by as many tiles as can share it: one vector of a step each, two, or half of them. */
+  const int fetched = tiles >= VECTORS ? 1 : tiles >= HALF ? 2 : rows > ROWS + 1 ? HALF : VECTORS;
   const int64_t every = tiles * fetched / VECTORS;
   vector sums[BLOCK * VECTORS];
   float results[ROWS * VECTORS];
@@ -219,7 +221,7 @@ static void strip(const struct linear *a, const struct part *part, int64_t first
       const element *own_ahead = ahead;
       int kind = vectors == 1 ? NARROW : PLAIN;
       if (kind == PLAIN && ahead && t % every == 0 && t / every * fetched < VECTORS) {
-        kind = fetched == 1 ? ONE_AHEAD : fetched == 2 ? TWO_AHEAD : ALL_AHEAD;
+        kind = fetched == 1 ? ONE_AHEAD : fetched == 2 ? TWO_AHEAD : fetched == HALF ? HALF_AHEAD : ALL_AHEAD;
         own_ahead += offset_of(t / every * fetched, is_across, part->row);
       }
       vector *own = sums + row * vectors;
@@ -253,9 +255,10 @@ static void lines(const struct linear *a, const struct part *part, int64_t first
   }
 }
 
-/* Whether inputs and a column of the weight fit into the first-level cache together, and leave no edges. */
+/* Whether few rows and a column of the weight fit into the first-level cache together, and leave no edges. */
 static int are_lines(const struct linear *a, const struct part *part) {
-  const int64_t width = a->width, fits = a->rows * width * (int64_t)sizeof(element) <= LINES_INPUT;
+  const int64_t width = a->width, size = a->rows * width * (int64_t)sizeof(element);
+  const int fits = a->rows <= ROWS + 1 && size <= LINES_INPUT;
   return !part->is_transposed && 0 < width && width <= SPAN && width % STEP == 0 && fits;
 }
 

@@ -95,7 +95,7 @@ class GrammarCompiler:
         own.no_padding()
         own.no_truncation()
         eos = list(eos_token_ids) or tokenizer.eos_token_id
-        # A mask is computed between two steps, for which all other rows wait.
+        # All rows of a step wait for the masks of those that follow a grammar.
         limits = {
             "initial_lexer_fuel": 200_000,
             "step_lexer_fuel": 50_000,

@@ -159,9 +159,9 @@ class StepExecutor:
                 chosen = None if batch.placeholders is None else self._chosen_before()
                 tell = None
                 if self.leader is not None:
-                    runner, graphs = self._runner, self._runner.graphs
-                    num_moves = graphs.num_moves() if runner.may_replay() and called is None else None
-                    tell = partial(self.leader.step, batch, embeddings=embeddings, chosen=chosen, num_moves=num_moves)
+                    moves = self._runner.moves() if called is None else None
+                    self._runner.follow(moves)
+                    tell = partial(self.leader.step, batch, embeddings=embeddings, chosen=chosen, moves=moves)
                 pool.execute_moves(batch, attention, tell)
                 if self.leader is not None and chosen is not None:
                     from_first_rank(self.model.model, chosen)
@@ -207,9 +207,12 @@ class StepExecutor:
             step = _StepInFlight(self.num_steps, rows, batch.is_stalled, timer, parts, offers, check, is_decode)
             self.in_flight.append(step)
             timer.stop()
-        if of_listener is not None:
+        if of_listener is None:
+            return output
+        try:
             raise of_listener
-        return output
+        finally:
+            del of_listener  # whose traceback holds this frame
 
     def collect(self) -> None:
         """Hands out the tokens of the oldest step in flight, as soon as they are there. The step lock is held."""

@@ -107,7 +107,7 @@ class Follower(Lasting):
             self.fail(f"{type(error).__name__}: {error}")
 
     def _step(self, payload: bytes) -> None:
-        batch, copies, embeddings, num_chosen, num_moves = pickle.loads(payload)
+        batch, copies, embeddings, num_chosen, moves = pickle.loads(payload)
         device = self._model.placement[1]
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -118,7 +118,7 @@ class Follower(Lasting):
                 if num_chosen is not None:
                     chosen = torch.empty(num_chosen, dtype=torch.int64, device=device)
                     from_first_rank(self._model.model, chosen)
-                self._runner.follow(num_moves)
+                self._runner.follow(moves)
                 self._runner.run(batch, attention, given, chosen)
 
     def _begin(self, call: RemoteCall) -> None:

@@ -60,17 +60,17 @@ class Leader(Lasting):
         copies: list[Copy],
         embeddings: Tensor | None = None,
         chosen: Tensor | None = None,
-        num_moves: int | None = None,
+        moves: int | None = None,
     ) -> None:
         """Tells the other ranks of a step, and of what is done to blocks before it.
 
         Args:
             chosen: Tokens that only the device knows: theirs get them by `from_first_rank`, and hear how many.
-            num_moves: See `ModelRunner.follow`.
+            moves: See `ModelRunner.follow`.
         """
         num_chosen = None if chosen is None else len(chosen)
         given = None if embeddings is None else embeddings.cpu()
-        self._send(Kind.STEP, pickle.dumps((batch, copies, given, num_chosen, num_moves)))
+        self._send(Kind.STEP, pickle.dumps((batch, copies, given, num_chosen, moves)))
 
     def copies(self, copies: list[Copy]) -> None:
         self.step(Batch(), copies)

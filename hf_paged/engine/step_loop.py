@@ -287,10 +287,8 @@ class StepLoop:
             self._token_limit = None
             self._collect(num_kept=int(overlaps))
         except BaseException as error:  # a hook that calls sys.exit() ends its request, not the loop of all
-            consumers = self._executor.consumers
-            owners = [
-                consumers[seq_id][0] if seq_id in consumers else None for seq_id in step.seq_ids
-            ]  # some have ended
+            found = [self._executor.consumers.get(seq_id) for seq_id in step.seq_ids]  # some may have ended
+            owners = [None if consumer is None else consumer[0] for consumer in found]
             self.settle()
             self._isolate(step, owners, error)
         return True

@@ -146,13 +146,13 @@ TILES(narrow_across, 1, 1, 0)
 TILES(plain_across, VECTORS, 1, 0)
 TILES(one_ahead_across, VECTORS, 1, 1)
 TILES(two_ahead_across, VECTORS, 1, 2)
-TILES(half_ahead_across, VECTORS, 1, HALF)
 TILES(all_ahead_across, VECTORS, 1, VECTORS)
 enum { NARROW, PLAIN, ONE_AHEAD, TWO_AHEAD, HALF_AHEAD, ALL_AHEAD };
-#define ALL_KINDS(way)                                                                                                 \
-  {ALL_ROWS(narrow##way), ALL_ROWS(plain##way), ALL_ROWS(one_ahead##way), ALL_ROWS(two_ahead##way),                    \
-   ALL_ROWS(half_ahead##way), ALL_ROWS(all_ahead##way)}
-static tile_function *const TILE_OF[2][6][ROWS] = {ALL_KINDS(_along), ALL_KINDS(_across)};
+#define ALL_KINDS(way, half)                                                                                           \
+  {ALL_ROWS(narrow##way), ALL_ROWS(plain##way), ALL_ROWS(one_ahead##way), ALL_ROWS(two_ahead##way), ALL_ROWS(half),    \
+   ALL_ROWS(all_ahead##way)}
+static tile_function *const TILE_OF[2][6][ROWS] = {ALL_KINDS(_along, half_ahead_along),
+                                                   ALL_KINDS(_across, all_ahead_across)};
 
 INLINE void put(const float *from, int64_t columns, element *to, const element *bias) {
   if (bias)
@@ -193,8 +193,9 @@ static void strip(const struct linear *a, const struct part *part, int64_t first
   const int64_t step = is_across ? PAIR : STEP, most = is_across ? SPAN_ACROSS : SPAN, whole = a->width / step * step;
   const int64_t full = vectors * (is_across ? LANES : 1), left = part->columns - column;
   const int64_t columns = left < full ? left : full, tiles = (rows + ROWS - 1) / ROWS;
-  /* What comes later is fetched by as many tiles as can share it: one vector of a step each, two, or half of them. */
-  const int fetched = tiles >= VECTORS ? 1 : tiles >= HALF ? 2 : rows > ROWS + 1 ? HALF : VECTORS;
+  /* What comes later is fetched by as many tiles as can share it: one vector of a step each, two, or half of them (not
+     across, where two vectors share lines). */
+  const int fetched = tiles >= VECTORS ? 1 : tiles >= HALF ? 2 : rows > ROWS + 1 && !is_across ? HALF : VECTORS;
   const int64_t every = tiles * fetched / VECTORS;
   vector sums[BLOCK * VECTORS];
   float results[ROWS * VECTORS];

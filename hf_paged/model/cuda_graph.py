@@ -263,9 +263,9 @@ class StepGraphs:
             step = step.first(CHECKED_STATES)
         is_shared = self.agree is not None
         with self._kept_states(step) as again, nullcontext() if is_shared else suppress(torch.OutOfMemoryError):
-            logits, expected = self._prepare(shape, step, again)
+            logits, expected, place = self._prepare(shape, step, again)
             # What is agreed on runs on all ranks alike up to its end, or on none: captures don't wait for others.
-            recording = self._together(lambda: self._capture(shape, logits, again))
+            recording = self._together(lambda: self._capture(logits, place, again))
             if recording is not None:
                 return self._together(lambda: _checked(recording, expected, again))
         return None
@@ -318,11 +318,11 @@ class StepGraphs:
             if states is not None and saved is not None:
                 states.restore(*saved)
 
-    def _prepare(self, shape: Shape, step: HostStep, again: _Again) -> tuple[Callable[[], Tensor], Tensor]:
+    def _prepare(self, shape: Shape, step: HostStep, again: _Again) -> tuple[Callable[[], Tensor], Tensor, str | None]:
         """Makes a shape's inputs, which hold a step.
 
         Returns:
-            What computes logits from them, and those of the step.
+            What computes logits from them, those of the step, and where the first of its kind waits for the device.
         """
         with torch.inference_mode(False):
             if self._tables is None:
@@ -347,10 +347,14 @@ class StepGraphs:
         inputs.fill(step)
         ids, positions, metadata = inputs.views()
         expected = again(logits).clone()  # also compiles what is not compiled yet, which can't be recorded
+        place: str | None = None
+        is_first = not any(own.is_decode == shape.is_decode for own in self.shapes)
+        if is_first and self._device.type == "cuda":
+            place = again(lambda: first_wait(logits))
         self._inputs[shape] = inputs
-        return logits, expected[: step.num_rows if shape.is_decode else len(step.wanted)]
+        return logits, expected[: step.num_rows if shape.is_decode else len(step.wanted)], place
 
-    def _capture(self, shape: Shape, logits: Callable[[], Tensor], again: _Again) -> Recording | None:
+    def _capture(self, logits: Callable[[], Tensor], place: str | None, again: _Again) -> Recording | None:
         """Records a shape; `None`: it takes more memory than it may."""
 
         def recorded() -> Tensor:
@@ -359,11 +363,8 @@ class StepGraphs:
                     torch.empty(self._room, dtype=torch.uint8, device=self._device)
             return logits()
 
-        is_first = not any(own.is_decode == shape.is_decode for own in self.shapes)
-        if is_first and self._device.type == "cuda":
-            place = again(lambda: first_wait(logits))
-            if place is not None:
-                raise _UnrecordableError(f"each step waits for the device, at {place}")
+        if place is not None:
+            raise _UnrecordableError(f"each step waits for the device, at {place}")
         recording: Recording = again(lambda: self._record(recorded))
         return recording if self.num_bytes + recording.num_bytes <= self._max_bytes else None
 

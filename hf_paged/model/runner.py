@@ -36,13 +36,16 @@ class ModelRunner:
         self.packed = PackedRunner(model)
         self.padded = PaddedRunner(model)
         self.graphs = GraphRunner(model, self.packed, num_moves, config, memory)
-        self.may_replay: Callable[[], bool] = lambda: model.runs_known_code and not model.is_offloaded
+        self._told: tuple[int | None] | None = None
 
-    def follow(self, num_moves: int | None) -> None:
-        """On ranks above 0: rank 0 replays the next step over weights that have moved so often; `None`: it doesn't."""
-        self.may_replay = lambda: num_moves is not None
-        if num_moves is not None:
-            self.graphs.num_moves = lambda: num_moves
+    def moves(self) -> int | None:
+        """How often the weights have moved in memory, as of now; `None`: steps may not be replayed."""
+        is_known = self._model.runs_known_code and not self._model.is_offloaded
+        return self.graphs.num_moves() if is_known else None
+
+    def follow(self, moves: int | None) -> None:
+        """On all ranks, before each step: what `moves` was on rank 0, by which all of them replay it or none does."""
+        self._told, self.graphs.told = (moves,), moves
 
     def run(
         self,
@@ -68,7 +71,8 @@ class ModelRunner:
         """
         model = self._model
         step = HostStep.of(batch, attention.kv_cache, embeddings, chosen)
-        if self.may_replay():
+        may_replay = model.runs_known_code and not model.is_offloaded
+        if may_replay if self._told is None else self._told[0] is not None:
             logits = self.graphs.replay(batch, step, attention)
             if logits is not None:
                 return logits

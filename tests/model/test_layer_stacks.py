@@ -141,7 +141,9 @@ def by_generate(model: Any, ids: Tensor) -> list[list[int]]:
 
 def by_submit(model: Any, ids: Tensor) -> list[list[int]]:
     """On the worker's, which does so for each."""
+    model.paged.pause()  # they begin together
     requests = [model.paged.submit(row, **GREEDY) for row in ids]
+    model.paged.resume()
     return [request.result(60).token_ids for request in requests]
 
 

@@ -191,14 +191,10 @@ class StepExecutor:
             self.num_prefill_tokens += len(batch.token_ids) - len(batch.seq_ids)
             pool.record_peak()
             takers = self._takers(batch) if called is None else _Takers()
-        of_listener: BaseException | None = None
-        if self.in_flight and any(run.chooses_by_tokens for run, _, _ in takers.runs):
+        raised: BaseException | None = None
+        if self.in_flight and any(run.chooses_by_tokens and rows for run, rows, _ in takers.runs):
             # The device is busy with this step's forward meanwhile: what a grammar allows is known before its end.
-            try:
-                while self.in_flight:
-                    self.collect()
-            except BaseException as error:  # the step goes on
-                of_listener = error
+            raised = self._collect_all()
             with pool.lock:
                 takers = self._takers(batch)  # rows may have ended
         with pool.lock, on_steps_stream(device):
@@ -207,12 +203,21 @@ class StepExecutor:
             step = _StepInFlight(self.num_steps, rows, batch.is_stalled, timer, parts, offers, check, is_decode)
             self.in_flight.append(step)
             timer.stop()
-        if of_listener is None:
-            return output
         try:
-            raise of_listener
+            if raised is not None:
+                raise raised
         finally:
-            del of_listener  # whose traceback holds this frame
+            del raised  # whose traceback holds this frame
+        return output
+
+    def _collect_all(self) -> BaseException | None:
+        """Hands out all tokens that are on their way; what a listener raises is for later."""
+        try:
+            while self.in_flight:
+                self.collect()
+        except BaseException as error:
+            return error
+        return None
 
     def collect(self) -> None:
         """Hands out the tokens of the oldest step in flight, as soon as they are there. The step lock is held."""

@@ -79,9 +79,9 @@ def _of_steps(core: EngineCore) -> list[Detour]:
         return found
     if config.cuda_graphs is False:
         found.append(Detour("graphs", "cuda_graphs=False", "patch with cuda_graphs=None"))
-    elif why := bound.why_unrecorded(bool(config.cuda_graphs)):
-        is_possible = config.cuda_graphs is None and bound.why_unrecorded(True) is None
-        found.append(Detour("graphs", f"CUDA graphs {why}", "patch with cuda_graphs=True" if is_possible else ""))
+    elif why := bound.why_unrecorded:
+        instead = "patch with cuda_graphs=True" if "cuda_graphs=True" in why else ""
+        found.append(Detour("graphs", f"CUDA graphs {why}", instead))
     left_out = core.runner.graphs.left_out
     found += [Detour("graphs", f"not replayed: {why}", num_calls=count) for why, count in left_out.most_common()]
     if config.use_async_batching is False:

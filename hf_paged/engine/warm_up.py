@@ -73,7 +73,7 @@ def warm_up(
             with _counting(attention) as kernels, kv_cache.lent_null_block():
                 if runs_packed:
                     _run(pool, model, runner, attention)
-                if runs_packed or model.why_unrecorded(bool(pool.config.cuda_graphs)) is not None:
+                if runs_packed or model.why_unrecorded is not None:
                     graphs = runner.graphs.record(attention)
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()

@@ -130,13 +130,10 @@ class BoundModel:
         """See `Placement.layers`; as of when `placement` was last asked for."""
         return self._placement.layers(len(self.traits.layers))
 
-    def why_unrecorded(self, is_asked: bool) -> str | None:
-        """What CUDA graphs of its steps would need, wherever it runs; `None`: nothing that it lacks.
-
-        Args:
-            is_asked: `cuda_graphs=True`.
-        """
-        if ranks_of(self.model) is not None and not is_asked:  # with NCCL they have not run yet
+    @property
+    def why_unrecorded(self) -> str | None:
+        """What CUDA graphs of its steps would need, wherever it runs; `None`: nothing that it lacks."""
+        if ranks_of(self.model) is not None and not self._config.cuda_graphs:  # with NCCL they have not run yet
             return "need cuda_graphs=True where weights are split between processes"
         if self.is_offloaded:
             return "need weights that stay where they are, accelerate offloads some of this model's"

@@ -29,8 +29,7 @@ class GraphRunner:
     """Owns the graphs of steps: those over one pool, and of the weights as they are.
 
     Attributes:
-        num_moves: How often the weights have moved in memory.
-        told: On ranks, what goes in its place: see `ModelRunner.follow`.
+        num_moves: How often the weights have moved in memory; on ranks, what all of them go by.
         held: The graphs, once a step has asked for them.
         num_replays: Steps that were replayed.
         left_out: Steps that were not though there are graphs, by the reason.
@@ -51,7 +50,6 @@ class GraphRunner:
         self._config = config
         self._moves_before = 0  # when the graphs were made
         self._memory = memory
-        self.told: int | None = None
         self.held: StepGraphs | None = None
         self.num_replays = 0
         self.left_out = Counter[str]()
@@ -115,16 +113,13 @@ class GraphRunner:
         self.held = None
         self._model.forget_compiled()
 
-    def _moves(self) -> int:
-        return self.num_moves() if self.told is None else self.told
-
     def _graphs(self, attention: PoolAttention) -> StepGraphs | str:
         """The graphs over this pool and the weights as they are, or why there can be none."""
         if self._config.cuda_graphs is False:
             return "cuda_graphs=False"
-        if self.held is None or not self.held.is_of(attention.kv_cache) or self._moves_before != self._moves():
+        if self.held is None or not self.held.is_of(attention.kv_cache) or self._moves_before != self.num_moves():
             self.held = None  # before the next ones are recorded: two sets need not fit
-            record = self._model.why_unrecorded(bool(self._config.cuda_graphs)) or cuda_graph.recorder(attention)
+            record = self._model.why_unrecorded or cuda_graph.recorder(attention)
             if isinstance(record, str):
                 if self._config.cuda_graphs:
                     raise ValueError(f"cuda_graphs=True: CUDA graphs {record}; use None or False")
@@ -132,7 +127,7 @@ class GraphRunner:
                     raise ValueError(f"compile_decode=True: CUDA graphs {record}; use False")
                 return f"CUDA graphs {record}"
             self._model.find_layers()  # which may move weights
-            self.held, self._moves_before = self._make(attention, record), self._moves()
+            self.held, self._moves_before = self._make(attention, record), self.num_moves()
         return self.held
 
     def _make(self, attention: PoolAttention, record: Callable[[Callable[[], Tensor]], Recording]) -> StepGraphs:

@@ -36,16 +36,19 @@ class ModelRunner:
         self.packed = PackedRunner(model)
         self.padded = PaddedRunner(model)
         self.graphs = GraphRunner(model, self.packed, num_moves, config, memory)
+        self._num_moves = num_moves
         self._told: tuple[int | None] | None = None
 
     def moves(self) -> int | None:
         """How often the weights have moved in memory, as of now; `None`: steps may not be replayed."""
         is_known = self._model.runs_known_code and not self._model.is_offloaded
-        return self.graphs.num_moves() if is_known else None
+        return self._num_moves() if is_known else None
 
     def follow(self, moves: int | None) -> None:
         """On all ranks, before each step: what `moves` was on rank 0, by which all of them replay it or none does."""
-        self._told, self.graphs.told = (moves,), moves
+        self._told = (moves,)
+        if moves is not None:
+            self.graphs.num_moves = lambda: moves
 
     def run(
         self,

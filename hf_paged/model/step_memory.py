@@ -45,8 +45,7 @@ class StepMemory:
         rows = self._config.max_num_seqs
         logits = bound.vocab_size, dtype.itemsize
         num_bytes = self.activation_bytes(num_tokens) + sampler_bytes(min(rows, num_tokens), *logits)
-        is_asked = self._config.cuda_graphs
-        uses_graphs = is_asked is not False and bound.why_unrecorded(bool(is_asked)) is None and bound.runs_known_code
+        uses_graphs = self._config.cuda_graphs is not False and bound.why_unrecorded is None and bound.runs_known_code
         if uses_graphs:
             max_blocks, records_all = -(-bound.max_context // block_size), bound.why_only_decodes is None
             most = max(min(rows, num_tokens), bound.most_recorded(num_tokens) if records_all else 0)

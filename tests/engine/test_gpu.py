@@ -196,7 +196,7 @@ def test_each_kind_of_step(kind: str) -> None:
     paged = hf_paged.patch(copy.deepcopy(stock), **settings)
     done, core = paged.paged.warm_up(), paged.paged.core
     print(kind, done, *paged.paged.explain(), sep="\n")
-    assert (done.no_graphs is None) == (core.bound.why_unrecorded(is_asked=False) is None), done.no_graphs
+    assert (done.no_graphs is None) == (core.bound.why_unrecorded is None), done.no_graphs
     assert call(stock) == call(paged)
     graphs = core.runner.graphs.held
     assert graphs is None or graphs.reason is None

@@ -33,10 +33,10 @@ import hf_paged
 from helpers.graphs import Again
 from helpers.models import MODELS, VOCAB, build
 from helpers.state_models import STATE_MODELS, build_state_model
-from hf_paged.model import cuda_graph
+from hf_paged.model import bound_model, cuda_graph
 from parallel.training_cases import TrainingCases
 
-RECORDER = cuda_graph.recorder
+RECORDER, RANKS_OF = cuda_graph.recorder, bound_model.ranks_of
 RANK = int(os.environ["RANK"])
 PROMPTS = torch.tensor([[0, 0, 5, 6, 7], [3, 4, 5, 6, 8]])
 MASK = (PROMPTS != 0).long()
@@ -251,7 +251,7 @@ class Worker(TrainingCases):
         stock = {mode: self._run(own, mode) for mode in modes}
         hf_paged.patch(own, **settings)
         if recorded:
-            own.paged.core.bound.why_unrecorded = lambda is_asked: None
+            bound_model.ranks_of = lambda model: None  # as on GPUs, with cuda_graphs=True
             cuda_graph.recorder = lambda attention: partial(_record, how=recorded)
         runner, num_placeholders = own.paged.core.runner, 0
         run = runner.run
@@ -275,7 +275,7 @@ class Worker(TrainingCases):
             graphs = runner.graphs
             held = [] if graphs.held is None else [graphs.held.sizes, graphs.held.reason]
         finally:
-            cuda_graph.recorder = RECORDER
+            cuda_graph.recorder, bound_model.ranks_of = RECORDER, RANKS_OF
             hf_paged.unpatch(own)
         differences = {mode: [stock[mode], found[mode]] for mode in modes if stock[mode] != found[mode]}
         counts = {"preemptions": stats, "placeholders": num_placeholders, "replays": graphs.num_replays}
@@ -514,7 +514,7 @@ class Worker(TrainingCases):
         own.generate(PROMPTS[1:], max_new_tokens=2)
         held = own.paged.core.pool.kv_cache.tensor
         found = {"bytes": own.paged.bytes_per_block, "tensor": held.numel() * held.element_size()}
-        found |= {"refused": refused, "no_graphs": own.paged.core.bound.why_unrecorded(is_asked=False)}
+        found |= {"refused": refused, "no_graphs": own.paged.core.bound.why_unrecorded}
         hf_paged.unpatch(own)
         return found
 

@@ -56,6 +56,15 @@ def scratch() -> Tensor:
 # What can't be recorded
 
 
+def test_weights_split_between_processes_are_to_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_paged.model.bound_model.ranks_of", lambda model: [0, 1])
+    for cuda_graphs, expected in ((None, ["patch with cuda_graphs=True"]), (True, [])):
+        _, model = patched(cuda_graphs=cuda_graphs)
+        found = [detour for detour in model.paged.explain() if detour.what == "graphs"]
+        assert [detour.instead for detour in found] == expected
+        assert all("split between processes" in detour.why for detour in found)
+
+
 def test_a_step_that_waits_is_not_recorded(caplog: pytest.LogCaptureFixture) -> None:
     """Experts in float32: torch reads on the host how many rows each one has."""
     stock, model = patched("mixtral")

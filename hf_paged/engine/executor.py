@@ -196,7 +196,7 @@ class StepExecutor:
             # The device is busy with this step's forward meanwhile: what a grammar allows is known before its end.
             raised = self._collect_all()
             with pool.lock:
-                takers = self._takers(batch)  # rows may have ended
+                takers = self._takers(batch)  # rows may have ended, whose places in tables are another's then
         with pool.lock, on_steps_stream(device):
             parts = self._deliver(batch, takers, output)
             is_decode = len(batch.logit_rows) == len(batch.token_ids)

@@ -252,6 +252,11 @@ def loaded_kernels() -> Iterator[list[str]]:
         hooks.remove(note)
 
 
+def device_context(tensor: Tensor) -> torch.cuda.device:
+    """Triton launches on the thread's current device, which need not be the tensor's; no device on CPU."""
+    return torch.cuda.device(tensor.device if tensor.device.type == "cuda" else -1)
+
+
 def is_interpreting() -> bool:
     """Whether kernels run in Triton's interpreter, on CPU tensors (`TRITON_INTERPRET=1` at import)."""
     return bool(triton.knobs.runtime.interpret)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_paged.kernels.launch import NO_FUSION, device_of
+from hf_paged.kernels.launch import NO_FUSION, device_context, device_of
 from hf_paged.kernels.philox import DrawGrid
 from hf_paged.kernels.sampling_rows import OFFSETS, ROW, plain_rows
 from hf_paged.kernels.transfers import to_device
@@ -414,11 +414,6 @@ def _sample_kernel(
         tl.store(ids + tl.load(own + LENGTH), tl.maximum(result, 0).to(tl.int64))
 
 
-def _on(tensor: Tensor) -> torch.cuda.device:
-    """Triton launches on the thread's current device, which need not be the tensor's; no device on CPU."""
-    return torch.cuda.device(tensor.device if tensor.device.type == "cuda" else -1)
-
-
 def sample_rows(
     rows: np.ndarray,
     logits: Tensor,
@@ -457,7 +452,7 @@ def sample_rows(
     on_device = to_device(told, device)
     size = num_edited * vocab_size + len(rows) * room
     numbers = on_device[rows.nbytes // 4 :]
-    with _on(logits):
+    with device_context(logits):
         _sample_kernel[(len(rows),)](
             on_device,
             logits,
@@ -486,7 +481,7 @@ def draw_noise(rows: np.ndarray, vocab_size: int, device: torch.device, words: b
     """`[B, vocab_size]` float32, what torch draws for these rows; or int32, the words that it draws them by."""
     output = torch.empty(len(rows), vocab_size, dtype=torch.int32 if words else torch.float32, device=device)
     on_device = to_device(rows.view(np.int32), device)
-    with _on(output):
+    with device_context(output):
         _noise_kernel[(len(rows), -(-vocab_size // TILE))](
             on_device,
             output,

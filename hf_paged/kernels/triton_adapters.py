@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_paged.kernels import slot_tables
-from hf_paged.kernels.launch import FUSION, device_of
+from hf_paged.kernels.launch import FUSION, device_context, device_of
 from hf_paged.kernels.layers import InputError
 from hf_paged.kernels.slot_tables import SlotTables
 from hf_paged.kernels.tile_ops import dot_add, hash_now
@@ -227,7 +227,7 @@ def add(
     scratch = torch.empty(num_parts, num_tokens, tables.rank, dtype=torch.float32, device=states.device)
     place = layer, tables.num_layers, tables.rank
     shape = {"TOKENS": TOKENS, "RANKS": RANKS, "num_warps": 4} | FUSION
-    with torch.cuda.device(states.device if states.device.type == "cuda" else -1):
+    with device_context(states):
         _shrink_kernel[(num_tokens, num_parts)](
             states, slots, tables.tensor, scratch, num_tokens, width, span, *place, WIDTH=WIDTH, **shape
         )

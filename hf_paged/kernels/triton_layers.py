@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_paged.kernels.launch import FP8_FORMATS, FUSION, NO_FUSION, codes, next_power_of_two
+from hf_paged.kernels.launch import FP8_FORMATS, FUSION, NO_FUSION, codes, device_context, next_power_of_two
 from hf_paged.kernels.layers import InputError, LayerKernels, NormWeight, Place
 from hf_paged.kernels.tile_ops import encode_fp8, hash_now
 
@@ -293,7 +293,7 @@ class TritonLayers(LayerKernels):
             return output
         padded = next_power_of_two(dim)
         rows = max(1, min(16, 2048 // padded))
-        with _on(states):
+        with device_context(states):
             _rms_norm_kernel[(-(-num_rows // rows),)](
                 states,
                 weight,
@@ -338,7 +338,7 @@ class TritonLayers(LayerKernels):
             return total, output
         padded = next_power_of_two(dim)
         rows = max(1, min(16, 2048 // padded))
-        with _on(first):
+        with device_context(first):
             _add_norm_kernel[(-(-num_rows // rows),)](
                 first,
                 second,
@@ -365,7 +365,7 @@ class TritonLayers(LayerKernels):
         if not num_rows:
             return output
         tile = min(1024, next_power_of_two(dim))
-        with _on(gate):
+        with device_context(gate):
             _gate_kernel[(num_rows, -(-dim // tile))](
                 gate,
                 up,
@@ -397,7 +397,7 @@ class TritonLayers(LayerKernels):
             return rotated
         half = next_power_of_two(max(1, rotary_dim // 2))
         heads = max(1, min(next_power_of_two(max(query_heads, key_heads)), 1024 // half))
-        with _on(query):
+        with device_context(query):
             _rotary_kernel[(tokens, -(-query_heads // heads) + -(-key_heads // heads))](
                 query,
                 key,
@@ -478,7 +478,7 @@ class TritonLayers(LayerKernels):
             return output
         half = next_power_of_two(max(1, rotary_dim // 2))
         own = max(1, min(next_power_of_two(max(query_heads, key_heads)), 1024 // half))
-        with _on(query):
+        with device_context(query):
             _rotary_write_kernel[(tokens, -(-query_heads // own) + -(-key_heads // own))](
                 query,
                 key,
@@ -515,8 +515,3 @@ class TritonLayers(LayerKernels):
                 **NO_FUSION,
             )
         return output
-
-
-def _on(tensor: Tensor) -> torch.cuda.device:
-    """Triton launches on the thread's current device, which need not be the tensor's; no device on CPU."""
-    return torch.cuda.device(tensor.device if tensor.device.type == "cuda" else -1)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_paged.kernels.paged_state import PagedState, StateRows
 from hf_paged.memory.spec import UNIT, StateSpec, StateTensor
 
 
@@ -83,15 +84,15 @@ class StateCache:
 
     def __init__(self, layout: StateLayout, pool: Tensor) -> None:
         """Takes a pool's pages, `[pages, ...]`, contiguous."""
-        self._layout = layout
+        self.layout = layout
         self.num_pages = layout.num_pages  # of a sequence
         self._pages = pool.view(torch.uint8).view(pool.shape[0], -1).view(torch.int64)
 
     def empty(self, layer: int, num_sequences: int) -> LayerStates:
         """Makes room for the states of so many sequences, not initialized."""
-        size = self._layout.places[layer][1]
+        size = self.layout.places[layer][1]
         buffer = torch.empty(num_sequences, size, dtype=torch.int64, device=self._pages.device)
-        return LayerStates(self._layout, layer, buffer)
+        return LayerStates(self.layout, layer, buffer)
 
     def read(self, layer: int, pages: Tensor) -> LayerStates:
         """Copies the states of sequences with these pages, `[B, pages]` int64."""
@@ -99,12 +100,23 @@ class StateCache:
             self._pages[:, part].index_select(0, pages[:, own].reshape(-1)).view(len(pages), -1)
             for _, own, part in self._parts(layer)
         ]
-        return LayerStates(self._layout, layer, parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
+        return LayerStates(self.layout, layer, parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
 
     def write(self, layer: int, pages: Tensor, states: LayerStates) -> None:
         for numbers, own, part in self._parts(layer):
             index = pages[:, own].reshape(-1)
             self._pages[:, part].index_copy_(0, index, states.buffer[:, numbers].reshape(len(index), -1))
+
+    def in_place(self, layer: int, rows: StateRows) -> list[tuple[StateTensor, PagedState]]:
+        """The states of a step's rows, for kernels that read and write them where they are."""
+        found: list[tuple[StateTensor, PagedState]] = []
+        first = self.layout.places[layer][0]
+        for tensor, start, dtype in self.layout.tensors[layer]:
+            pool = self._pages.view(dtype)
+            strides = tuple(math.prod(tensor.shape[place + 1 :]) for place in range(len(tensor.shape)))
+            offset = (first + start) * UNIT // dtype.itemsize
+            found.append((tensor, PagedState(rows, pool, offset, (len(rows.pages), *tensor.shape), strides)))
+        return found
 
     def save(self, pages: Tensor) -> Tensor:
         """Copies whole states of sequences with these pages, `[B, pages]` int64."""
@@ -119,8 +131,8 @@ class StateCache:
 
     def _parts(self, layer: int) -> list[tuple[slice, slice, slice]]:
         """A layer's state in one or two parts: its numbers, which of the sequence's pages they fill, where in each."""
-        first, size = self._layout.places[layer]
-        unit = self._layout.page_units
+        first, size = self.layout.places[layer]
+        unit = self.layout.page_units
         page, offset = divmod(first, unit)
         if offset + size <= unit:
             return [(slice(0, size), slice(page, page + 1), slice(offset, offset + size))]

@@ -15,10 +15,11 @@ from transformers import Cache, PreTrainedModel
 
 from hf_paged.attention.paged_attention import attention_configs, paged_attention_scope
 from hf_paged.core.config import PagedConfig
+from hf_paged.memory.state_cache import StateCache
 from hf_paged.model.adapters import Adapters
 from hf_paged.model.cache_argument import cache_argument, output_type
 from hf_paged.model.latents import Latents
-from hf_paged.model.mixers import Mixers
+from hf_paged.model.mixers import MOST_SCANNED, Mixers, has_chunked_kernels
 from hf_paged.model.placement import Placement
 from hf_paged.model.sharding import ranks_of
 from hf_paged.model.sources import SourceTap
@@ -145,18 +146,20 @@ class BoundModel:
             return "need attention over the pool, this model's own attention runs over gathered keys and values"
         return None
 
-    @property
-    def why_only_decodes(self) -> str | None:
-        """Why no step but decode steps could be recorded, wherever it runs; `None`: all can."""
-        if self.traits.states:
-            return "rows of several tokens go one by one through layers that keep a state"
-        return None
+    def why_only_decodes(self, states: StateCache | None) -> str | None:
+        """Why no step but decode steps can be recorded over these states; `None`: all can. Behind `find_layers`."""
+        if states is None or self._mixers.run_all_rows(self.traits.states, states):
+            return None
+        return "rows of several tokens go one by one through layers that keep a state"
 
     def most_recorded(self, num_tokens: int) -> int:
         """Tokens of the largest step that is recorded, of steps of so many at most, but for decode steps.
 
         Over latents a recorded step makes no keys and values: it doesn't know which sequences that is cheaper for.
+        Scans in it go on token by token.
         """
+        if self.traits.states and has_chunked_kernels():
+            num_tokens = min(num_tokens, MOST_SCANNED)
         return min(num_tokens, MOST_ABSORBED) if self.traits.has_latents else num_tokens
 
     @property

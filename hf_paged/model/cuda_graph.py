@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -173,7 +174,7 @@ class StepGraphs:
         if step.metadata[0].host_tables.shape[1] > self.max_blocks:
             return "sequences longer than the model's context"
         if step.is_decode:
-            if not step.is_begun:
+            if not step.is_begun and self.why_no_others is not None:
                 return "layers that keep a state begin with one token"
             return next(shape for shape in self._decodes if shape.rows >= step.num_rows)
         tokens = next((size for size in self._token_sizes if size >= step.num_tokens), None)
@@ -204,7 +205,9 @@ class StepGraphs:
             for own in tqdm(shapes, desc="hf_paged: recording CUDA graphs", delay=1, leave=False, disable=None):
                 self._recordings[own] = None
                 num_logits = len(self._logits)
-                self._recordings[own] = self._record_shape(own, step.first(own.rows) if is_decode else step)
+                self._recordings[own] = self._record_shape(
+                    own, step.of_rows(np.arange(step.num_rows)[: own.rows]) if is_decode else step
+                )
                 if self._recordings[own] is None:
                     del self._logits[num_logits:]
                     self._inputs.pop(own, None)
@@ -260,7 +263,7 @@ class StepGraphs:
             Exception: It can't be recorded, here or on another rank, or its replay is wrong.
         """
         if self._states is not None:
-            step = step.first(CHECKED_STATES)
+            step = step.of_rows(np.arange(step.num_rows)[-CHECKED_STATES:])  # prompts are behind the others
         is_shared = self.agree is not None
         with self._kept_states(step) as again, nullcontext() if is_shared else suppress(torch.OutOfMemoryError):
             logits, expected, place = self._prepare(shape, step, again)

@@ -148,7 +148,7 @@ class GraphRunner:
         ) -> Tensor:
             own = pool()
             assert own is not None
-            states = StateStep.at(model.traits, own.kv_cache, pages)
+            states = StateStep.at(model.traits, own.kv_cache, pages, metadata[0])
             is_compiled = config.compile_decode and wanted is None
             # As many as all tokens: they are picked behind the model, whose modules tell one from the other by number.
             rows = None if wanted is None or len(wanted) == len(ids) else wanted
@@ -161,7 +161,7 @@ class GraphRunner:
                     own.kv_cache.states.clear(own.kv_cache.null_block)
             return logits
 
-        why_no_others = model.why_only_decodes
+        why_no_others = model.why_only_decodes(kv_cache.states)
         for backend in attention.backends:
             if why_no_others is None and not backend.can_record_all:
                 why_no_others = f"only decode steps of the backend {backend.name!r} can be recorded"

@@ -1,16 +1,19 @@
 """Mixers: modules that keep a state of all of a sequence's tokens, and how they see a packed batch.
 
 A mixer (linear attention, a Mamba block, a short convolution) knows no block tables: it takes rows of one length, reads
-their states from the cache that it is given, and changes them. So within a step each is called for the rows of one
-length after the other, over states that are read from the pool before and written back behind it.
+their states from the cache that it is given, and changes them. Where its convolutions and scans run as our kernels on a
+GPU, it is called once for all rows of a step, and these kernels find the states in the pool. Elsewhere it is called for
+the rows of one length after the other, over states that are read from the pool before and written back behind it.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Self
 
 import numpy as np
@@ -20,17 +23,23 @@ from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
 from hf_paged.attention.cache import StepCache
 from hf_paged.attention.context import is_sentinel
+from hf_paged.attention.metadata import AttentionMetadata, RecordedMetadata
 from hf_paged.attention.padded import PaddedCache
 from hf_paged.core.batch import Batch
+from hf_paged.kernels.paged_state import StateRows
 from hf_paged.kernels.transfers import to_device
 from hf_paged.memory.kv_cache import KVCache
-from hf_paged.memory.spec import StateSpec
+from hf_paged.memory.spec import UNIT, StateSpec
 from hf_paged.memory.state_cache import LayerStates, StateCache
 from hf_paged.model.adapters import Adapters
 from hf_paged.model.exact_operations import ExactOperations
-from hf_paged.model.module_overrides import ChangedForward, ModuleOverride, has_hooks, overriding
-from hf_paged.model.scans import find_scans
+from hf_paged.model.module_overrides import ModuleOverride, has_hooks, overriding
+from hf_paged.model.scans import PackedScans, find_packed_scans, find_scans
 from hf_paged.model.traits import ModelTraits
+
+# New tokens of a row that are scanned one by one where a package's kernels would take many together. A guess from their
+# latencies (about 1 µs a token and layer beside some 300 µs a launch), which no GPU has timed.
+MOST_SCANNED = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +60,34 @@ class _Part:
 
 
 class StateStep:
-    def __init__(self, kv_cache: KVCache, traits: ModelTraits, parts: list[_Part]) -> None:
-        """Runs mixers for one part after the other, which are in the order of the packed batch."""
+    def __init__(
+        self, kv_cache: KVCache, traits: ModelTraits, rows: StateRows | None, lay_out: Callable[[], list[_Part]]
+    ) -> None:
+        """Runs mixers for all rows, or for one part after the other, which are in the order of the packed batch.
+
+        Args:
+            rows: All of the step; `None`: mixers run part by part.
+            lay_out: Gives the parts.
+        """
         assert kv_cache.states is not None
         self._cache = kv_cache.states
         self._specs = traits.states
-        self._parts = parts
+        self._rows = rows
+        self._lay_out = lay_out
+        self._parts: list[_Part] = []
         self._layer = -1  # that of the last mixer, and what it made of the rows' states, by their first row
         self._held: dict[int, tuple[LinearAttentionLayer, LayerStates]] = {}
 
     @classmethod
-    def of(cls, batch: Batch, traits: ModelTraits, kv_cache: KVCache, rows: np.ndarray | None = None) -> Self | None:
-        """The states of a batch's rows, or of these rows of it; `None`: the model keeps none."""
+    def of(
+        cls,
+        batch: Batch,
+        traits: ModelTraits,
+        kv_cache: KVCache,
+        metadata: AttentionMetadata,
+        rows: np.ndarray | None = None,
+    ) -> Self | None:
+        """The states of a batch's rows, or of these rows of it, whose lengths metadata says; `None`: it keeps none."""
         if not traits.states:
             return None
         pages = np.frombuffer(batch.state_blocks, np.int32).reshape(batch.num_seqs, -1).astype(np.int64)
@@ -71,25 +96,37 @@ class StateStep:
         if rows is not None:
             pages, starts, query_lens, nums_at_once = (a[rows] for a in (pages, starts, query_lens, nums_at_once))
         own = to_device(pages, kv_cache.device)
-        return cls(kv_cache, traits, _parts_of(traits, own, starts, query_lens, nums_at_once))
+
+        def lay_out() -> list[_Part]:
+            return _parts_of(traits, own, starts, query_lens, nums_at_once)
+
+        return cls(kv_cache, traits, _all_rows(own, metadata), lay_out)
 
     @classmethod
-    def in_null_block(
-        cls, traits: ModelTraits, kv_cache: KVCache, starts: np.ndarray, query_lens: np.ndarray
-    ) -> Self | None:
+    def in_null_block(cls, traits: ModelTraits, kv_cache: KVCache, metadata: AttentionMetadata) -> Self | None:
         """The states of rows that have no sequence, which are written to the null block."""
         if kv_cache.states is None:
             return None
-        pages = to_device(np.full((len(starts), kv_cache.states.num_pages), kv_cache.null_block), kv_cache.device)
-        return cls(kv_cache, traits, _parts_of(traits, pages, starts, query_lens, starts + query_lens))
+        lens, query_lens = metadata.host_seq_lens, metadata.host_query_lens
+        pages = to_device(np.full((len(lens), kv_cache.states.num_pages), kv_cache.null_block), kv_cache.device)
+
+        def lay_out() -> list[_Part]:
+            return _parts_of(traits, pages, lens - query_lens, query_lens, lens)
+
+        return cls(kv_cache, traits, _all_rows(pages, metadata), lay_out)
 
     @classmethod
-    def at(cls, traits: ModelTraits, kv_cache: KVCache, pages: Tensor) -> Self | None:
-        """The states of a decode step's rows, whose pages a tensor on the device says, also for later steps."""
+    def at(cls, traits: ModelTraits, kv_cache: KVCache, pages: Tensor, metadata: RecordedMetadata) -> Self | None:
+        """The states of rows whose pages, and lengths, tensors on the device say, also for later steps."""
         if kv_cache.states is None:
             return None
-        num_rows = len(pages)
-        return cls(kv_cache, traits, [_Part(slice(0, num_rows), num_rows, 0, pages, False)])
+
+        def lay_out() -> list[_Part]:
+            num_rows = len(pages)
+            assert metadata.max_query_len == 1, "only rows of one length each can be recorded part by part"
+            return [_Part(slice(0, num_rows), num_rows, 0, pages, False)]
+
+        return cls(kv_cache, traits, _all_rows(pages, metadata), lay_out)
 
     def run(self, mixer: _Mixer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a mixer returns for the packed batch.
@@ -98,9 +135,14 @@ class StateStep:
             mixer: Computes one part after the other.
             args: As it was called with, the cache of a step and tensors `[1, T, ...]` among them.
         """
+        layer = mixer.module.layer_idx
+        if self._rows is not None and (scans := mixer.packed_scans(self._specs[layer], self._cache)) is not None:
+            own, given = _told_no_mask(args), {name: _told_no_mask(value) for name, value in kwargs.items()}
+            return scans.run(mixer.module, self._cache.in_place(layer, self._rows), *own, **given)
+        self._parts = self._parts or self._lay_out()
         num_tokens = self._parts[-1].tokens.stop
-        if mixer.module.layer_idx != self._layer:
-            self._layer = mixer.module.layer_idx
+        if layer != self._layer:
+            self._layer = layer
             self._held.clear()
         outputs = [self._run_part(part, mixer, num_tokens, args, kwargs) for part in self._parts]
         if not isinstance(outputs[0], tuple):
@@ -143,6 +185,28 @@ class StateStep:
             held = layer_with(self._specs[self._layer], None if part.is_fresh else states), states
             self._held[part.first_row] = held
         return held
+
+
+def _all_rows(pages: Tensor, metadata: AttentionMetadata) -> StateRows | None:
+    """All rows of a step at once, on a GPU; `None`: part by part, as where others' kernels are faster."""
+    longest, is_recorded = metadata.max_query_len, metadata.is_recorded
+    if pages.device.type != "cuda" or (longest > MOST_SCANNED and not is_recorded and has_chunked_kernels()):
+        return None
+    has_padding = is_recorded and longest > 1
+    return StateRows(pages, metadata.seq_lens, metadata.query_start_loc, longest == 1, has_padding)
+
+
+@cache
+def has_chunked_kernels() -> bool:
+    """Whether transformers' mixers find a package whose kernels compute many tokens of a prompt at once."""
+    return any(importlib.util.find_spec(name) is not None for name in ("fla", "mamba_ssm"))
+
+
+def _told_no_mask(value: Any) -> Any:
+    """Without the sentinel, also in a tuple, by which a mixer would cover padding."""
+    if type(value) is tuple:
+        return tuple(map(_told_no_mask, value))
+    return None if isinstance(value, Tensor) and is_sentinel(value) else value
 
 
 def _parts_of(
@@ -279,15 +343,49 @@ def store(layer: LinearAttentionLayer, states: LayerStates) -> None:
             state.copy_(held)
 
 
+class _Scans:
+    """What there is for the mixers of one class."""
+
+    def __init__(self, mixer: nn.Module) -> None:
+        """Looks at one of them."""
+        is_here = next((p.is_cpu for p in mixer.parameters()), False)
+        self.changed = find_scans(mixer) if is_here else None
+        self._packed: dict[tuple[torch.dtype, int], PackedScans | None] = {}
+
+    def packed(self, mixer: nn.Module, spec: StateSpec, cache: StateCache) -> PackedScans | None:
+        """For all rows of steps over these pages; looked for when it is first asked for."""
+        key = next(mixer.parameters()).dtype, cache.layout.page_units
+        if key not in self._packed:
+            self._packed[key] = find_packed_scans(mixer, spec, cache.layout.page_units * UNIT)
+        return self._packed[key]
+
+    def look_up(self) -> None:
+        """Takes what else is used from the classes' files as they are now."""
+        for own in (self.changed, *self._packed.values()):
+            if own is not None:
+                own.look_up()
+
+
 class _Mixer(ModuleOverride):
     is_needed = True
 
-    __slots__ = ("adapters", "changed")
+    __slots__ = ("adapters", "scans")
 
-    def __init__(self, module: Any, changed: ChangedForward | None, adapters: Adapters) -> None:
-        """`changed`: a forward of its class to run in place of its own one."""
+    def __init__(self, module: Any, scans: _Scans, adapters: Adapters) -> None:
+        """`scans`: forwards of its class to run in place of its own one."""
         super().__init__(module)
-        self.changed, self.adapters = changed, adapters
+        self.scans, self.adapters = scans, adapters
+
+    def packed_scans(self, spec: StateSpec, cache: StateCache) -> PackedScans | None:
+        """What runs it for all rows of a step over these pages, as it is now; `None`: it runs part by part."""
+        if not self._is_own or torch.is_grad_enabled() or torch.is_autocast_enabled("cuda"):
+            return None
+        return self.scans.packed(self.module, spec, cache)
+
+    @property
+    def _is_own(self) -> bool:
+        module = self.module
+        return "forward" not in module.__dict__ and type(module).forward is self.own and not has_hooks(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = next((c for c in (*args, *kwargs.values()) if isinstance(c, StepCache | PaddedCache)), None)
@@ -299,9 +397,8 @@ class _Mixer(ModuleOverride):
 
     def compute_rows(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns for rows of one length."""
-        module, changed = self.module, self.changed
-        is_own = "forward" not in module.__dict__ and type(module).forward is self.own and not has_hooks(module)
-        if changed is None or not is_own or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        module, changed = self.module, self.scans.changed
+        if changed is None or not self._is_own or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return module._call_impl(*args, **kwargs)
         with ExactOperations():
             return changed.run(module, *args, **kwargs)
@@ -314,7 +411,7 @@ class Mixers:
         self._model = weakref.ref(model)
         self._kinds = kinds
         self._found: list[_Mixer] | None = None
-        self._changed: dict[type[nn.Module], ChangedForward | None] = {}
+        self._scans: dict[type[nn.Module], _Scans] = {}
 
     def scope(self) -> AbstractContextManager[object]:
         """Within it, forwards of a step call them as `StateStep` does."""
@@ -322,8 +419,14 @@ class Mixers:
             model = self._model()
             modules: Iterator[nn.Module] = iter(()) if model is None or not self._kinds else model.modules()
             mixers = [module for module in modules if type(module) in self._kinds]
-            self._changed = {kind: find_scans(mixer) for kind, mixer in {type(m): m for m in mixers}.items()}
-            self._found = [_Mixer(mixer, self._changed[type(mixer)], self._adapters) for mixer in mixers]
-        for changed in filter(None, self._changed.values()):
-            changed.look_up()
+            self._scans = {kind: _Scans(mixer) for kind, mixer in {type(m): m for m in mixers}.items()}
+            self._found = [_Mixer(mixer, self._scans[type(mixer)], self._adapters) for mixer in mixers]
+        for scans in self._scans.values():
+            scans.look_up()
         return overriding(self._found)
+
+    def run_all_rows(self, specs: dict[int, StateSpec], cache: StateCache) -> bool:
+        """Whether all of them run once a step, for all rows over these pages. Behind the first `scope`."""
+        mixers = self._found or ()
+        found = [mixer.scans.packed(mixer.module, specs[mixer.module.layer_idx], cache) for mixer in mixers]
+        return None not in found

@@ -128,6 +128,6 @@ class PackedRunner:
         rows = rows_of(np.cumsum(query_lens) - 1, attention)
         groups = [metadata, *(metadata.with_tables(tables) for _ in kv_cache.groups.own_windows[1:])]
         groups += source_metadata([tables] * kv_cache.groups.num_cross, query_lens, seq_lens, np.arange(0), metadata)
-        states = StateStep.in_null_block(self._model.traits, kv_cache, seq_lens - query_lens, query_lens)
+        states = StateStep.in_null_block(self._model.traits, kv_cache, metadata)
         with self._model.mode():
             return self.run(tokens, groups, attention, rows, states)

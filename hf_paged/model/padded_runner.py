@@ -92,7 +92,7 @@ class PaddedRunner:
                 wanted = np.searchsorted(rows, sequence[mine]), from_end
                 own = metadata if len(groups) == 1 else [each.of(rows) for each in metadata]
                 layouts = [PaddedLayout(each, start[rows], kv_cache.device) for each in own]
-                states = None if batch is None else StateStep.of(batch, traits, kv_cache, rows)
+                states = None if batch is None else StateStep.of(batch, traits, kv_cache, own[0], rows)
                 cache = PaddedCache(layouts, attention.step(own), kv_cache, states)
                 masks, source, fresh = self._masks(layouts[0], rows, spans), None, None
                 if sources is not None:

@@ -91,18 +91,20 @@ class HostStep:
     def is_decode(self) -> bool:
         return self.metadata[0].max_query_len == 1
 
-    def first(self, rows: int) -> HostStep:
-        """A decode step of its first rows, at most so many."""
-        if rows >= self.num_rows:
+    def of_rows(self, rows: np.ndarray) -> HostStep:
+        """A step of some of its rows, which are side by side."""
+        if len(rows) == self.num_rows:
             return self
-        tokens, own = self.tokens, np.arange(rows)
-        chosen = None if tokens.chosen is None else (tokens.chosen[0], tokens.chosen[1][:rows])
+        first, end = self.metadata[0].host_start_loc[[rows[0], rows[-1] + 1]]
+        tokens, own = self.tokens, slice(int(first), int(end))
+        chosen = None if tokens.chosen is None else (tokens.chosen[0], tokens.chosen[1][own])
         return HostStep(
-            TokenInputs(tokens.input_ids[:rows], tokens.position_ids[:rows], chosen),
-            [each.of(own) for each in self.metadata],
-            own,
-            None if self.pages is None else self.pages[:rows],
-            adapters=None if self.adapters is None else self.adapters[:rows],
+            TokenInputs(tokens.input_ids[own], tokens.position_ids[own], chosen),
+            [each.of(rows) for each in self.metadata],
+            self.wanted[(self.wanted >= first) & (self.wanted < end)] - first,
+            None if self.pages is None else self.pages[rows],
+            self.is_begun,
+            None if self.adapters is None else self.adapters[own],
         )
 
 

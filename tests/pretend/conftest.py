@@ -20,7 +20,10 @@ pretend_cuda.install()
 
 @pytest.fixture(autouse=True, scope="session")
 def _interpreter() -> Iterator[None]:
-    with repaired_interpreter():
+    from hf_paged.kernels import triton_scan
+
+    # The interpreter takes as long for few channels as for many.
+    with repaired_interpreter(), mock.patch.object(triton_scan, "CHANNELS", 1024):
         yield
 
 

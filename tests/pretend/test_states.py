@@ -122,8 +122,9 @@ def test_warm_up(name: str) -> None:
         request = model.paged.submit(ids[0].tolist(), max_new_tokens=6, eos_token_id=None, do_sample=False)
         done = model.paged.warm_up()
         assert request.result(100).token_ids == expected[0, 9:].tolist()
-    assert not seen.of("compile") and not seen.of("capture") and seen.of("replay")
-    assert done.num_graphs == 2 and done.no_graphs is None
+    assert not seen.of("compile") and seen.of("replay")
+    sizes = model.paged.core.runner.graphs.held.sizes
+    assert sizes == [1, 2] and done.num_graphs >= 2 and done.no_graphs is None
     assert not model.paged.core.kv_cache.tensor[-1].any()
     one_by_one = [model(ids[:, place : place + 1], **{cache_argument(type(stock).forward): cache}) for place in (5, 6)]
     torch.testing.assert_close(one_by_one[1].logits, stock(ids[:, :7]).logits[:, -1:], rtol=1e-3, atol=1e-4)

@@ -49,6 +49,10 @@ class PagedState:
         (*first, one, other), (*strides, own, next_one) = self.shape, self.strides
         return replace(self, shape=(*first, other, one), strides=(*strides, next_one, own))
 
+    def to(self, *_: object) -> PagedState:
+        """As it is: what a mixer hands on as the new state is that of the pool."""
+        return self
+
     def unsqueeze(self, dim: int) -> PagedState:
         """With a dimension of one at this place, behind that of the rows."""
         shape, strides = self.shape, self.strides

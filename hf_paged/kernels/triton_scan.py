@@ -120,7 +120,7 @@ def _scan_kernel(
     key,
     value,  # [T, HEADS, VALUES]
     gate,  # like value; anything unless GATED
-    decay,  # [T, HEADS, 1 or KEYS] float32; SELECTIVE: [HEADS, VALUES, KEYS]
+    decay,  # float32; DELTA: [T, HEADS, DECAYS]; SUM: [HEADS]; SELECTIVE: [HEADS, VALUES, KEYS]
     step,  # [T, HEADS, STEPS] float32
     skip,  # [HEADS, VALUES] float32; anything unless SKIP
     output,  # [T, HEADS, VALUES], contiguous
@@ -129,6 +129,8 @@ def _scan_kernel(
     seq_lens,  # [S]
     start_loc,  # [S + 1]
     scale,
+    low,
+    high,
     offset,
     page,
     stride_query_token,
@@ -154,6 +156,7 @@ def _scan_kernel(
     STATE_VALUE: tl.constexpr,
     DECAYS: tl.constexpr,
     STEPS: tl.constexpr,
+    LIMITED: tl.constexpr,  # whether steps are between low and high in rows of several tokens
     NORMED: tl.constexpr,
     SKIP: tl.constexpr,
     GATED: tl.constexpr,
@@ -186,8 +189,12 @@ def _scan_kernel(
             size = tl.load(step + place * STEPS + values, mask=has_value, other=0.0)
         else:
             size = tl.load(step + place)
+        if LIMITED:
+            size = tl.where(end - first > 1, tl.minimum(tl.maximum(size, low), high), size)
         if KIND == SELECTIVE:
             state *= tl.exp(size[None, :] * rates)
+        elif KIND != DELTA:
+            state *= tl.exp(size * tl.load(decay + head))
         elif DECAYS > 1:
             state *= tl.load(decay + place * DECAYS + keys, mask=has_key, other=0.0)[:, None]
         else:
@@ -232,7 +239,8 @@ def convolve(states: Tensor, weight: Tensor, bias: Tensor | None, is_silu: bool,
         or state.shape[1:] != (channels, held)
         or not width - 1 <= held <= MAX_WIDTH
         or (bias is not None and bias.shape != (channels,))
-        or not _are_there(states.dtype, state, states, weight, bias, state.pool)
+        or not _are_there(states.dtype, state, states, weight, bias)
+        or not state.pool.is_floating_point()
     ):
         raise InputError("convolve", f"[1, channels, T], [channels, up to {MAX_WIDTH}]", states=states, weight=weight)
     rows, weight = state.rows, weight.contiguous()
@@ -280,10 +288,13 @@ def scan(
     skip: Tensor | None = None,
     gate: Tensor | None = None,
     is_normed: bool = False,
+    limits: tuple[float, float] | None = None,
 ) -> Tensor:
     """As `cpu_scan.scan` of the rows of a step, which are packed: tensors are `[1, T, ...]`.
 
     Args:
+        decay: Of `SUM` `[heads]`: the decay is `exp(step * decay)`.
+        limits: Of steps in rows of several tokens: mixers limit those alone, if any.
         state: `[S, heads, K, V]` float32.
 
     Raises:
@@ -291,12 +302,13 @@ def scan(
     """
     (_, tokens, key_heads, keys), (heads, values) = key.shape, value.shape[2:]
     packed = 1, tokens, heads
+    decays = {DELTA: ((*packed, 1), (*packed, keys)), SELECTIVE: ((heads, values, keys),)}.get(kind, ((heads,),))
     if (
         query.shape != key.shape
         or keys > MAX_KEYS
         or heads % key_heads
         or value.shape != (*packed, values)
-        or decay.shape not in (((heads, values, keys),) if kind == SELECTIVE else ((*packed, 1), (*packed, keys)))
+        or decay.shape not in decays
         or step.shape not in ((*packed, 1), (*packed, values))
         or state.shape[1:] != (heads, keys, values)
         or (skip is not None and skip.shape != (heads, values))
@@ -326,6 +338,7 @@ def scan(
             rows.seq_lens,
             rows.start_loc,
             keys**-0.5 if is_normed else 1.0,
+            *(limits or (0.0, 0.0)),
             state.offset,
             state.offset // state.pool.shape[1],
             *query.stride()[1:3],
@@ -345,8 +358,9 @@ def scan(
             STATE_HEAD=state.strides[0],
             STATE_KEY=state.strides[1],
             STATE_VALUE=state.strides[2],
-            DECAYS=decay.shape[-1] if kind != SELECTIVE else 1,
+            DECAYS=decay.shape[-1] if kind == DELTA else 1,
             STEPS=step.shape[-1],
+            LIMITED=limits is not None,
             NORMED=is_normed,
             SKIP=skip is not None,
             GATED=gate is not None,

@@ -71,12 +71,14 @@ def _delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tens
 def _sum(x: Tensor, dt: Tensor, rate: Tensor, key: Tensor, query: Tensor, **given: Any) -> Any:
     """Of Mamba 2. Two families (Nemotron-H, Zamba 2) limit the steps of several tokens, not those of single ones."""
     state = _state(given["initial_states"], len(dt), *x.shape[2:], key.shape[-1])
-    limits = tuple(given.get("dt_limit", UNLIMITED))
-    if limits != UNLIMITED and isinstance(state, PagedState):  # single tokens and others together
-        raise InputError("scan", "steps without limits where rows are packed", dt=dt)
-    step = _steps(dt, given["dt_bias"], limits)
-    decay, skip = (step * rate.float()).exp()[..., None], given["D"].float()[:, None].expand(state.shape[1:3])
-    output = _scan(SUM, query, key, x, decay, step[..., None], state.mT, skip=skip)
+    limits, skip = tuple(given.get("dt_limit", UNLIMITED)), given["D"].float()[:, None].expand(x.shape[2:])
+    if isinstance(state, PagedState):
+        step, limited = _steps(dt, given["dt_bias"])[..., None], None if limits == UNLIMITED else limits
+        output = _kernels().scan(SUM, query, key, x, rate.float(), step, state.mT, skip=skip, limits=limited)
+    else:
+        step = _steps(dt, given["dt_bias"], limits)
+        decay = (step * rate.float()).exp()[..., None]
+        output = scan(SUM, query, key, x, decay, step[..., None], state.mT, skip=skip)
     return (output, state) if given["return_final_states"] else output
 
 
@@ -84,7 +86,7 @@ def _sum_update(
     state: Tensor | PagedState, x: Tensor, dt: Tensor, rate: Tensor, *others: Tensor, **given: Any
 ) -> Tensor:
     key, query, skip = others
-    gate = None if given["z"] is None else activated(given["z"], *ACTIVATIONS[0])
+    gate = None if given["z"] is None else _silu(given["z"])
     given |= {"D": skip[:, 0], "dt_bias": given["dt_bias"][:, 0], "initial_states": state, "return_final_states": False}
     output = _sum(x[:, None], dt[:, None, :, 0], rate[:, 0, 0], key[:, None], query[:, None], **given)[:, 0]
     return output if gate is None else output * gate
@@ -106,6 +108,10 @@ def _selective_update(
     x, dt, key, query, gate = (s[..., None] for s in (x, dt, *others[:2], given["z"]))
     given |= {"state": state, "D": others[2], "z": gate, "delta_bias": given["dt_bias"], "return_last_state": False}
     return _selective(x, dt, rate, key, query, **given)[..., 0]
+
+
+def _silu(states: Tensor) -> Tensor:
+    return activated(states, *ACTIVATIONS[0]) if states.is_cpu else functional.silu(states)
 
 
 def _scan(kind: int, *operands: Any, **given: Any) -> Tensor:

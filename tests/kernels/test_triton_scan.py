@@ -15,7 +15,7 @@ from helpers.scan_cases import DTYPES, SHAPES, TOLERANCE, error_of, inputs, trut
 
 pytest.importorskip("triton")  # an extra, and not on every platform
 from hf_paged.kernels import triton_scan
-from hf_paged.kernels.cpu_scan import DELTA, MAX_WIDTH
+from hf_paged.kernels.cpu_scan import DELTA, MAX_WIDTH, SUM
 from hf_paged.kernels.layers import InputError
 from hf_paged.kernels.paged_state import PagedState, StateRows
 
@@ -75,8 +75,11 @@ def test_scans(shape: tuple[int, int, int, int, int, str], dtype: torch.dtype, p
     before = random_tensor(len(LENS), heads, values, keys, dtype=torch.float32)
     offset, size = 6, heads * values * keys
     rows = rows_for(LENS, BEFORE, -(-(offset + size) // page))
-    pool = Pool(rows, before, page, offset)
-    output = triton_scan.scan(kind, state=pool.state.mT, **given)
+    pool, limits = Pool(rows, before, page, offset), (0.3, 0.6) if kind == SUM else None
+    if kind == SUM:  # decays by a rate a head
+        rate = -random_tensor(heads, dtype=torch.float32).abs()
+    own = given | ({"decay": rate, "limits": limits} if kind == SUM else {})
+    output = triton_scan.scan(kind, state=pool.state.mT, **own)
     assert output.shape == given["value"].shape and output.dtype is dtype
     found = pool.read()
     for row, (start, end) in enumerate(itertools.pairwise(rows.start_loc.tolist())):
@@ -84,6 +87,10 @@ def test_scans(shape: tuple[int, int, int, int, int, str], dtype: torch.dtype, p
             assert torch.equal(found[row], before[row])
             continue
         old = before[row : row + 1].transpose(-1, -2) * (BEFORE[row] > 0)
+        if kind == SUM:
+            step = given["step"][:, start:end]
+            step = step.clamp(*limits) if end - start > 1 else step
+            given["step"][:, start:end], given["decay"][:, start:end] = step, (step * rate[:, None]).exp()
         expected = truth(kind, _tokens(given, start, end), old)
         assert error_of(output[:, start:end], expected[0]) < TOLERANCE[dtype], row
         assert error_of(found[row].transpose(-1, -2), expected[1][0]) < TOLERANCE[torch.float32], row

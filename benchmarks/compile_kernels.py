@@ -21,6 +21,7 @@ import argparse
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import subprocess
@@ -50,8 +51,11 @@ from hf_paged.kernels import (
     shared_decode,
     triton_adapters,
     triton_layers,
+    triton_scan,
 )
+from hf_paged.kernels.cpu_scan import DELTA, SELECTIVE, SUM
 from hf_paged.kernels.layers import NormWeight, Place
+from hf_paged.kernels.paged_state import PagedState, StateRows
 from hf_paged.kernels.sampling_rows import plain_rows
 from hf_paged.kernels.scaled_rows import SCALE_BYTES
 from hf_paged.kernels.slot_tables import SlotTables
@@ -147,6 +151,8 @@ def launches(case: Case, target: str) -> list[Specialisation]:
             tables, wide = SlotTables(torch.device("meta"), dtype, 300), on_meta(1, 64, 4096, dtype=dtype)
             for bias in (None, wide[0, 0]):
                 triton_adapters.add(wide, wide, on_meta(64, dtype=torch.int32), tables, 3, bias)
+        elif case.kernel == "states":
+            scan_states(dtype, case.head_dim)
         elif case.kernel == "sampling":
             row_sampling.sample_rows(plain_rows(2), on_meta(2, 128256, dtype=dtype))
             row_sampling.draw_noise(plain_rows(2), 128256, torch.device("meta"))
@@ -200,6 +206,33 @@ def launches(case: Case, target: str) -> list[Specialisation]:
     return list(found)
 
 
+def scan_states(dtype: torch.dtype, dim: int) -> None:
+    """Scans of each kind with keys of this width, and convolutions of their inputs."""
+    heads, tokens = 16, 64
+
+    def state(*shape: int, dtype: torch.dtype, is_decode: bool = False) -> PagedState:
+        lens, starts = on_meta(64, dtype=torch.int32), on_meta(65, dtype=torch.int32)
+        rows = StateRows(on_meta(64, 9, dtype=torch.int64), lens, starts, is_decode, False)
+        strides = tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
+        return PagedState(rows, on_meta(NUM_BLOCKS, 16_384, dtype=dtype), 5000, (64, *shape), strides)
+
+    wide, single = on_meta(1, tokens, heads, dim, dtype=dtype), torch.float32
+    for is_decode in (False, True):
+        inputs = wide.flatten(2).transpose(1, 2)
+        held = state(heads * dim, 4, dtype=dtype, is_decode=is_decode)
+        triton_scan.convolve(inputs, on_meta(heads * dim, 4, dtype=dtype), None, True, held)
+    step = on_meta(1, tokens, heads, 1, dtype=single)
+    for decay in (step, on_meta(1, tokens, heads, dim, dtype=single)):
+        triton_scan.scan(DELTA, *[wide] * 3, decay, step, state(heads, dim, dim, dtype=single), is_normed=True)
+    one, rate = wide[:, :, :1], on_meta(heads, dtype=single)
+    skip = on_meta(heads, dim, dtype=single)
+    triton_scan.scan(SUM, one, one, wide, rate, step, state(heads, dim, dim, dtype=single).mT, skip=skip)
+    channels, few = wide.flatten(2)[:, :, None], on_meta(1, tokens, 1, 16, dtype=dtype)
+    rates, steps = on_meta(1, heads * dim, 16, dtype=single), on_meta(1, tokens, 1, heads * dim, dtype=single)
+    held = state(1, heads * dim, 16, dtype=single).mT
+    triton_scan.scan(SELECTIVE, few, few, channels, rates, steps, held, skip=rates[..., 0], gate=channels)
+
+
 # A kernel's usual case, and what is not in the census: 128 heads over latents, as in DeepSeek-V3.
 ONE_EACH = (
     Case("decode", "bf16", "bf16", 128, 16, 4, "", 16),
@@ -212,6 +245,7 @@ ONE_EACH = (
     Case("copy", "bf16", "bf16", 128, 16, 1, "", 0),
     Case("sampling", "bf16", "bf16", 0, 0, 0, "", 0),
     Case("adapters", "bf16", "bf16", 0, 0, 0, "", 0),
+    Case("states", "bf16", "bf16", 128, 0, 0, "", 0),
 )
 ALL_FEATURES = "window+softcap+sinks+bias"
 DISTANCES = 129  # of a T5
@@ -240,6 +274,8 @@ def cases(target: str) -> Iterator[Case]:
         yield Case("layers", dtype, dtype, head_dim, 16, 4, "", 0)
     for kernel, dtype in itertools.product(("sampling", "adapters"), DTYPES):
         yield Case(kernel, dtype, dtype, 0, 0, 0, "", 0)
+    for dtype, head_dim in itertools.product(DTYPES, (64, 128, 256)):
+        yield Case("states", dtype, dtype, head_dim, 0, 0, "", 0)
     for block_size in (8, 16, 256):
         yield Case("copy", "bf16", "bf16", 128, block_size, 1, "", 0)
 

@@ -37,11 +37,12 @@ from hf_paged.kernels.latent_maps import LatentMaps
 from hf_paged.kernels.low_rank import LowRank
 from hf_paged.kernels.philox import DrawGrid
 from hf_paged.kernels.triton_layers import TritonLayers
-from hf_paged.model import adapters, cuda_graph, layers
+from hf_paged.model import adapters, cuda_graph, layers, mixers
 from hf_paged.model.adapter_files import AdapterWeights
 from hf_paged.model.adapter_store import AdapterStore
 from hf_paged.model.gpu_layers import GPULayer
 from hf_paged.model.peft_layers import OF_LATENTS
+from hf_paged.model.scans import PackedScans, functions_of
 from hf_paged.sampling import random
 
 # What the launchers read off a device; an sm_100 is an sm_90 to them, but for its processors.
@@ -84,11 +85,34 @@ MODELS: dict[str, Callable[[], hf.PreTrainedConfig]] = {
     ),
 }
 
+# Of these only the kernels over states are looked at, which no pool changes.
+STATE_MODELS: dict[str, Callable[[], hf.PreTrainedConfig]] = {
+    "Qwen3-Next-80B-A3B": lambda: _config(
+        hf.Qwen3NextConfig, 2048, 5120, (16, 2), 32768, **_EXPERTS, moe_intermediate_size=16, head_dim=256,
+        shared_expert_intermediate_size=16, layer_types=["linear_attention", "full_attention"],
+    ),
+    "Kimi-Linear-48B-A3B": lambda: hf.KimiLinearConfig(
+        **_FEW, hidden_size=2304, intermediate_size=9216, max_position_embeddings=32768, num_attention_heads=32,
+        num_key_value_heads=32, **_EXPERTS, moe_intermediate_size=16,
+        layer_types=["linear_attention", "full_attention"],
+    ),
+    "Bamba-9B": lambda: _config(
+        hf.BambaConfig, 4096, 14336, (32, 8), 32768, attn_layer_indices=[1], mamba_n_heads=128, mamba_d_head=64,
+        mamba_d_state=128, mamba_n_groups=1,
+    ),
+    "falcon-mamba-7b": lambda: hf.FalconMambaConfig(
+        **_FEW, hidden_size=4096, intermediate_size=8192, state_size=16, max_position_embeddings=32768
+    ),
+    "LFM2-1.2B": lambda: _config(
+        hf.Lfm2Config, 2048, 12288, (32, 8), 32768, layer_types=["conv", "full_attention"]
+    ),
+}  # fmt: skip
+
 
 def build(name: str, device: str = "cpu") -> hf.PreTrainedModel:
     """A model of the table in bfloat16, each of whose matrices is one zero, repeated."""
     with torch.device("meta"):
-        model = hf.AutoModelForCausalLM.from_config(MODELS[name](), dtype=torch.bfloat16).eval()
+        model = hf.AutoModelForCausalLM.from_config((MODELS | STATE_MODELS)[name](), dtype=torch.bfloat16).eval()
     for module in model.modules():
         for key, parameter in module.named_parameters(recurse=False):
             fill = torch.ones if parameter.ndim == 1 else torch.zeros  # experts are few and small
@@ -213,6 +237,8 @@ def pretending(gpu: str) -> Iterator[list[int]]:
             (reference, "paged_attention", _expanded),
             (executor, "draw_grid", lambda _: DrawGrid(8192)),
             (warm_up, "draw_grid", lambda _: DrawGrid(8192)),
+            (mixers, "takes_all_rows", lambda _: True),
+            (mixers, "find_packed_scans", lambda mixer, *_: PackedScans(*functions_of(mixer))),
             (random, "where", lambda _: (0, 0)),  # of a generator of the CPU's
             (random, "move", lambda *_: None),
             (row_sampling, "sample_rows", _first(row_sampling.sample_rows)),
@@ -292,19 +318,28 @@ def serve_short_of_memory(model: Any) -> None:
     model.generate(ids, num_beams=3, max_new_tokens=20)
 
 
+def serve_states(model: Any) -> None:
+    """Steps of one length and of several, recorded and not."""
+    together(model, [3] * 256)
+    for lengths in ([1], [2], range(1, 41), [5, 17, 16, 33, 700]):
+        together(model, lengths, max_new_tokens=4)
+    model.generate(torch.tensor(prompts(3000)), do_sample=True, num_return_sequences=3, max_new_tokens=3)
+
+
 SERVICES: tuple[tuple[dict[str, Any], Callable[[Any], None]], ...] = (
     ({"num_blocks": 4000}, serve),
     ({"num_blocks": 600, "cuda_graphs": False}, serve_samples),
     ({"num_blocks": 600, "cuda_graphs": False}, serve_adapters),
     ({"num_blocks": 64, "preemption": "swap", "cuda_graphs": False, "max_num_seqs": 32}, serve_short_of_memory),
 )
+STATE_SERVICES = (({"num_blocks": 4000}, serve_states),)
 CELLS = [
     Cell(name, gpu, pool)
     for name in MODELS
     for gpu in GPUS
     for pool in POOLS
     if (name, pool) != ("DeepSeek-V2-Lite", "int8")  # which takes no latents
-]
+] + [Cell(name, gpu, "auto") for name in STATE_MODELS for gpu in GPUS]
 
 
 def soak(cell: Cell, device: str = "cpu") -> set[Specialisation]:
@@ -316,16 +351,18 @@ def soak(cell: Cell, device: str = "cpu") -> set[Specialisation]:
     """
     model = build(cell.model, device)
     found: set[Specialisation] = set()
-    for settings, service in SERVICES:
+    for settings, service in STATE_SERVICES if cell.model in STATE_MODELS else SERVICES:
         settings = {"attention_backend": "triton", "kv_cache_dtype": cell.pool, "use_async_batching": True} | settings
         with hf_paged.patched(model, **settings), pretending(cell.gpu) as replays, record() as launches:
             # The trial that a pool on a GPU begins with.
             _trial_launch(torch.device(device))
             service(model)
-        if (256 in replays) != (service is serve):
+        if (256 in replays) != (service in (serve, serve_states)):
             raise RuntimeError(f"decode steps took another way than they were meant to: {sorted(set(replays))}")
         gc.collect()  # the pool
         found |= set(launches)
+    if cell.model in STATE_MODELS:
+        found = {key for key in found if key.kernel.startswith("triton_scan.")}
     return found
 
 

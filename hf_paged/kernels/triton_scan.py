@@ -16,7 +16,7 @@ from hf_paged.kernels.launch import FUSION, device_context, next_power_of_two
 from hf_paged.kernels.layers import InputError
 from hf_paged.kernels.paged_state import PagedState, StateRows
 
-TILE = 2048  # numbers of a state that a program holds
+TILE = 1024  # numbers of a state that a program holds
 CHANNELS = 128  # of a convolution that a program computes
 
 
@@ -210,7 +210,8 @@ def _scan_kernel(
         if GATED:
             total *= _silu(_load_row(gate, stride_gate_token, stride_gate_head, token, head, values, has_value))
         tl.store(output + place * VALUES + values, total.to(output.dtype.element_ty), mask=has_value)
-    if first < end:
+    if first < end:  # addresses anew, which would take twice the state's registers over the loop
+        places = _places(pool, pages + row.to(tl.int64) * stride_pages, numbers, present, page, PAGE, IN_ONE)
         tl.store(places, state, mask=present)
 
 

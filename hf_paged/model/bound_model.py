@@ -146,6 +146,11 @@ class BoundModel:
             return "need attention over the pool, this model's own attention runs over gathered keys and values"
         return None
 
+    @property
+    def mixers_by_part(self) -> list[str]:
+        """Classes of modules that run for the rows of one length after the other, on a GPU."""
+        return self._mixers.by_part
+
     def why_only_decodes(self, states: StateCache | None) -> str | None:
         """Why no step but decode steps can be recorded over these states; `None`: all can. Behind `find_layers`."""
         if states is None or self._mixers.run_all_rows(self.traits.states, states):

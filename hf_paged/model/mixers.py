@@ -190,10 +190,15 @@ class StateStep:
 def _all_rows(pages: Tensor, metadata: AttentionMetadata) -> StateRows | None:
     """All rows of a step at once, on a GPU; `None`: part by part, as where others' kernels are faster."""
     longest, is_recorded = metadata.max_query_len, metadata.is_recorded
-    if pages.device.type != "cuda" or (longest > MOST_SCANNED and not is_recorded and has_chunked_kernels()):
+    if not takes_all_rows(pages.device) or (longest > MOST_SCANNED and not is_recorded and has_chunked_kernels()):
         return None
     has_padding = is_recorded and longest > 1
     return StateRows(pages, metadata.seq_lens, metadata.query_start_loc, longest == 1, has_padding)
+
+
+def takes_all_rows(device: torch.device) -> bool:
+    """Whether there may be kernels that find states in a pool there."""
+    return device.type == "cuda"
 
 
 @cache
@@ -359,6 +364,10 @@ class _Scans:
             self._packed[key] = find_packed_scans(mixer, spec, cache.layout.page_units * UNIT)
         return self._packed[key]
 
+    @property
+    def is_by_part(self) -> bool:
+        return None in self._packed.values()
+
     def look_up(self) -> None:
         """Takes what else is used from the classes' files as they are now."""
         for own in (self.changed, *self._packed.values()):
@@ -424,6 +433,11 @@ class Mixers:
         for scans in self._scans.values():
             scans.look_up()
         return overriding(self._found)
+
+    @property
+    def by_part(self) -> list[str]:
+        """Classes of those that were found to run part by part where others run for all rows."""
+        return sorted(kind.__name__ for kind, scans in self._scans.items() if scans.is_by_part)
 
     def run_all_rows(self, specs: dict[int, StateSpec], cache: StateCache) -> bool:
         """Whether all of them run once a step, for all rows over these pages. Behind the first `scope`."""

@@ -242,7 +242,7 @@ def find_packed_scans(mixer: Any, spec: StateSpec, page_bytes: int) -> PackedSca
     parameter = next(mixer.parameters())
     if isinstance(layer_kernels(parameter.dtype, parameter.device), str) or not _may_try(mixer):
         return None
-    own, names = _functions_of(mixer)
+    own, names = functions_of(mixer)
     if not names:
         return None
     packed = PackedScans(own, names)
@@ -254,7 +254,7 @@ def find_packed_scans(mixer: Any, spec: StateSpec, page_bytes: int) -> PackedSca
 
 def find_scans(mixer: Any) -> ChangedForward | None:
     """The forward of its class with our functions in place of its file's, if that computes the same."""
-    own, names = _functions_of(mixer)
+    own, names = functions_of(mixer)
     if not names or not _may_try(mixer):
         return None
     scans = {name: _or_own(SCANS[name], own.__globals__[name]) for name in names}
@@ -265,7 +265,7 @@ def find_scans(mixer: Any) -> ChangedForward | None:
     return changed if agrees(found, truth, 1e-4 if truth.dtype is torch.float32 else 0.05) else None
 
 
-def _functions_of(mixer: Any) -> tuple[Any, set[str]]:
+def functions_of(mixer: Any) -> tuple[Any, set[str]]:
     """The forward of its class, and the names of what there are kernels for that it calls."""
     own: Any = inspect.unwrap(type(mixer).forward)  # what is around it calls accelerate's hooks, if there are any
     return own, SCANS.keys() & own.__code__.co_names & own.__globals__.keys()

@@ -54,6 +54,9 @@ def test_a_model_has_few_kernels() -> None:
     written = census.read()
     for cell in soaking.CELLS:
         names = [key.name for key in written if cell in written[key]]
+        if cell.model in soaking.STATE_MODELS:  # steps of one token a row, and others
+            assert names.count("convolve") == 2 and names.count("scan") <= 1 and len(names) <= 3, cell
+            continue
         for name in ("copy_blocks", "combine"):
             assert names.count(name) == 1, cell
         assert names.count("shared_decode") == ("decode" in names), cell  # of layers without a window

@@ -57,6 +57,14 @@ def test_one_that_computes_something_else(monkeypatch: pytest.MonkeyPatch, name:
             assert find_packed_scans(mixer, spec, 4096) is None, function
 
 
+@pytest.mark.parametrize("name", ["zamba", "mamba2"])
+def test_explained(name: str) -> None:
+    model = hf_paged.patch(build_state_model(name).to("cuda"), **SETTINGS)
+    model.paged.generate(prompts(), max_new_tokens=2, do_sample=False)
+    said = [detour.why for detour in model.paged.explain() if "one length after the other" in detour.why]
+    assert [why.split()[0] for why in said] == (["ZambaMambaMixer"] if name == "zamba" else [])
+
+
 def prompts() -> list[list[int]]:
     return [random_ids(1, length, seed=length)[0].tolist() for length in LENS]
 

@@ -39,6 +39,7 @@ SMOKE = {
         "test_copy_blocks_of_an_odd_number_of_bytes",
         "test_a_step_of_both_backends",
     ),
+    "tests/kernels/test_triton_scan.py": ("test_scans", "test_convolutions"),
     "tests/model/test_fused_layers.py": ("test_rms_norm_of_what_is_no_number", "test_gate_at_the_ends"),
     "tests/model/test_cuda_graph.py": ("test_inputs", "test_logits_are_the_callers_to_keep"),
     "tests/engine/test_gpu.py": ("test_nothing_takes_a_detour", "test_each_kind_of_step"),

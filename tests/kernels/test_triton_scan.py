@@ -1,9 +1,11 @@
-"""Convolutions and scans in Triton's interpreter, over states in a pool's pages, against float64 of each row alone."""
+"""Convolutions and scans in Triton's interpreter, or on a GPU, over states in pages, against float64 of each row."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from helpers.kernel_cases import random_tensor, repaired_interpreter, same_bits
 from helpers.scan_cases import DTYPES, SHAPES, TOLERANCE, error_of, inputs, truth
 
 pytest.importorskip("triton")  # an extra, and not on every platform
-from hf_paged.kernels import triton_scan
+from hf_paged.kernels import launch, triton_scan
 from hf_paged.kernels.cpu_scan import DELTA, MAX_WIDTH, SUM
 from hf_paged.kernels.layers import InputError
 from hf_paged.kernels.paged_state import PagedState, StateRows
@@ -25,10 +27,15 @@ PADDING = 1
 TOKENS = sum(LENS) + PADDING
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _interpreter() -> Iterator[None]:
-    with repaired_interpreter():
-        yield
+@pytest.fixture(autouse=True, params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where a test's tensors are made."""
+    if launch.is_interpreting() != (request.param == "cpu") or not (
+        request.param == "cpu" or torch.cuda.is_available()
+    ):
+        pytest.skip("needs TRITON_INTERPRET=1 on a CPU; it unset, and a CUDA device, on a GPU")
+    with repaired_interpreter() if request.param == "cpu" else nullcontext():
+        yield request.param
 
 
 def rows_for(lens: list[int], before: list[int], pages: int) -> StateRows:
@@ -65,10 +72,37 @@ class Pool:
         return own[:, place].unflatten(1, self.shape)
 
 
+Run = Callable[..., Tensor]
+
+
+@pytest.fixture
+def run(device: str) -> Run:
+    """Calls a kernel's function with what it is given on the device; what it makes of it, states too, is on the CPU."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, PagedState):
+            own = value.rows
+            rows = replace(own, **{name: moved(getattr(own, name)) for name in ("pages", "seq_lens", "start_loc")})
+            return replace(value, rows=rows, pool=moved(value.pool))
+        return value.to(device) if isinstance(value, Tensor) else value
+
+    def run(function: Callable[..., Tensor], *args: Any, **given: Any) -> Tensor:
+        states = [value for value in (*args, *given.values()) if isinstance(value, PagedState)]
+        own_args, own = list(map(moved, args)), {name: moved(value) for name, value in given.items()}
+        output = function(*own_args, **own).to("cpu")
+        for state, there in zip(
+            states, [x for x in (*own_args, *own.values()) if isinstance(x, PagedState)], strict=True
+        ):
+            state.pool.copy_(there.pool)
+        return output
+
+    return run
+
+
 @pytest.mark.parametrize("page", [64, 50_000], ids="pages of {}".format)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[3] < 100], ids=str)
-def test_scans(shape: tuple[int, int, int, int, int, str], dtype: torch.dtype, page: int) -> None:
+def test_scans(shape: tuple[int, int, int, int, int, str], dtype: torch.dtype, page: int, run: Run) -> None:
     """Would break: a row that reads another's state, one that begins with what its pages held, a state not written."""
     kind, _, heads, keys, values, _ = shape
     given = inputs(shape, dtype, batch=1, tokens=TOKENS)
@@ -79,7 +113,7 @@ def test_scans(shape: tuple[int, int, int, int, int, str], dtype: torch.dtype, p
     if kind == SUM:  # decays by a rate a head
         rate = -random_tensor(heads, dtype=torch.float32).abs()
     own = given | ({"decay": rate, "limits": limits} if kind == SUM else {})
-    output = triton_scan.scan(kind, state=pool.state.mT, **own)
+    output = run(triton_scan.scan, kind, state=pool.state.mT, **own)
     assert output.shape == given["value"].shape and output.dtype is dtype
     found = pool.read()
     for row, (start, end) in enumerate(itertools.pairwise(rows.start_loc.tolist())):
@@ -105,7 +139,7 @@ def _tokens(given: dict[str, Any], start: int, end: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tokens_of_one_row(dtype: torch.dtype) -> None:
+def test_tokens_of_one_row(dtype: torch.dtype, run: Run) -> None:
     """The bits of a prompt don't know where it was cut."""
     shape = SHAPES[1]
     kind, _, heads, keys, values, _ = shape
@@ -117,7 +151,7 @@ def test_tokens_of_one_row(dtype: torch.dtype) -> None:
             rows = rows_for([end - start], [start], 5)
             pool = Pool(rows, torch.zeros(1, heads, keys, values), 2048, 3)
             pool.pages = pool.pages if pages is None else pages
-            parts.append(triton_scan.scan(kind, state=pool.state, **_tokens(given, start, end)))
+            parts.append(run(triton_scan.scan, kind, state=pool.state, **_tokens(given, start, end)))
             pages = pool.pages
         results.append((torch.cat(parts, dim=1), pages))
     for output, pages in results[1:]:
@@ -127,28 +161,29 @@ def test_tokens_of_one_row(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("page", [32, 4096], ids="pages of {}".format)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("channels", "width", "held", "lens", "before", "is_silu"),
+    ("channels", "width", "held", "steps", "is_silu"),
     [
-        (70, 4, 4, LENS, BEFORE, True),
-        (70, 4, 3, LENS, BEFORE, False),
-        (9, 3, MAX_WIDTH, LENS, BEFORE, False),
-        (200, 4, 4, [1, 1, 1], [5, 0, 1], True),
-        (33, 1, 1, [40, 17], [0, 3], False),
+        (70, 4, 4, (LENS, BEFORE), True),
+        (70, 4, 3, (LENS, BEFORE), False),
+        (9, 3, MAX_WIDTH, (LENS, BEFORE), False),
+        (200, 4, 4, ([1, 1, 1], [5, 0, 1]), True),
+        (33, 1, 1, ([40, 17], [0, 3]), False),
     ],
 )
 def test_convolutions(
-    channels: int, width: int, held: int, lens: list[int], before: list[int], is_silu: bool, dtype: torch.dtype,
-    page: int,
+    channels: int, width: int, held: int, steps: tuple[list[int], list[int]], is_silu: bool, dtype: torch.dtype,
+    page: int, run: Run,
 ) -> None:  # fmt: skip
     """Each row behind its own tokens, of which the last stay as the state; with fewer of them, behind zeros."""
-    total, offset = sum(lens), 5
+    (lens, before), offset = steps, 5
+    total = sum(lens)
     states = random_tensor(total, channels, dtype=dtype, seed=1)
     weight, bias = random_tensor(channels, width, dtype=dtype, seed=2), random_tensor(channels, dtype=dtype, seed=3)
     old = random_tensor(len(lens), channels, held, dtype=dtype, seed=4)
     rows = rows_for(lens, before, -(-(offset + channels * held) // page))
     for own_bias in (None, bias):
         pool = Pool(rows, old, page, offset)
-        output = triton_scan.convolve(states.t()[None], weight, own_bias, is_silu, pool.state)
+        output = run(triton_scan.convolve, states.t()[None], weight, own_bias, is_silu, pool.state)
         found = pool.read()
         for row, (start, end) in enumerate(itertools.pairwise(rows.start_loc.tolist())):
             if start == end:

@@ -13,6 +13,7 @@ It prints JSON: by launch, its faults and the largest offset from a pointer; qui
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections import defaultdict
@@ -40,7 +41,10 @@ from hf_paged.kernels import (
     paged_prefill,
     reshape_and_cache,
     shared_decode,
+    triton_scan,
 )
+from hf_paged.kernels.cpu_scan import DELTA, SELECTIVE, SUM
+from hf_paged.kernels.paged_state import PagedState, StateRows
 
 NUM_BLOCKS, BLOCK_SIZE, NUM_LAYERS, KV_HEADS, GROUP, HEAD_DIM = 300_000, 16, 32, 8, 4, 128
 LATENT, ROTARY = 512, 64
@@ -55,11 +59,13 @@ CONTENTS: dict[str, Range] = {
     "slot_mapping": (-1, NUM_BLOCKS * BLOCK_SIZE - 1),
     "seq_lens": (0, LONGEST),
     "query_start_loc": (0, TOKENS),
+    "start_loc": (0, TOKENS),
+    "pages": (0, NUM_BLOCKS - 1),
     "items": (-1, max(TOKENS, LONGEST // 16)),  # sequences, tiles of 16 tokens and more; new tokens and parts
     "members": (-LONGEST // 16, LONGEST // 16),  # sequences, and parts before the first item's
     "split": (0, LONGEST // 16),
 }
-NAME = re.compile(r"%[\w]+(?:#\d+)?")
+NAME = re.compile(r"%[\w-]+(?:#\d+)?")
 
 
 @dataclass
@@ -288,6 +294,32 @@ def launch_all(pool: Tensor, dtype: torch.dtype, window: int) -> None:
             on_meta(1 << 24, dtype=torch.float32),
         )  # fmt: skip
         latent_attention.latent_decode(call, on_meta(2 * ROWS, 4), on_meta(ROWS, 4))
+        scan_states(dtype)
+
+
+def scan_states(dtype: torch.dtype) -> None:
+    """The kernels over states: of a large model, of the last layer, in several pages and in one."""
+    heads, dim, page = 128, 128, NUM_LAYERS * KV_HEADS * BLOCK_SIZE * HEAD_DIM  # numbers of eight bytes
+    rows = StateRows(on_meta(ROWS, 100, dtype=torch.int64), on_meta(ROWS), on_meta(ROWS + 1), False, False)
+
+    def state(offset: int, *shape: int, dtype: torch.dtype) -> PagedState:
+        own = page * 8 // dtype.itemsize
+        strides = tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
+        return PagedState(rows, on_meta(NUM_BLOCKS, own, dtype=dtype), offset * own, (ROWS, *shape), strides)
+
+    wide, f32 = on_meta(1, TOKENS, heads, dim, dtype=dtype), torch.float32
+    step, rate = on_meta(1, TOKENS, heads, 1, dtype=f32), on_meta(heads, dtype=f32)
+    channels, few = wide.flatten(2)[:, :, None], on_meta(1, TOKENS, 1, 16, dtype=dtype)
+    rates, steps = on_meta(1, heads * dim, 16, dtype=f32), on_meta(1, TOKENS, 1, heads * dim, dtype=f32)
+    for offset in (0, 98):
+        held = state(offset, heads * dim, 4, dtype=dtype)
+        triton_scan.convolve(wide.flatten(2).mT, on_meta(heads * dim, 4, dtype=dtype), None, True, held)
+        matrix = state(offset, heads, dim, dim, dtype=f32)
+        for decay in (step, on_meta(1, TOKENS, heads, dim, dtype=f32)):
+            triton_scan.scan(DELTA, wide, wide, wide, decay, step, matrix, is_normed=True)
+        triton_scan.scan(SUM, wide, wide, wide, rate, step, matrix.mT, limits=(0.0, 1.0))
+        vector = state(offset, 1, heads * dim, 16, dtype=f32).mT
+        triton_scan.scan(SELECTIVE, few, few, channels, rates, steps, vector, gate=channels)
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.ci
 
 OVER_THE_POOL = ("_decode_kernel", "_prefill_kernel", "_reshape_and_cache_kernel", "_copy_blocks_kernel")
 OVER_THE_POOL += ("_latent_decode_kernel", "_write_latents_kernel", "_shared_decode_kernel")
+OVER_THE_POOL += ("_convolve_kernel", "_scan_kernel")
 
 
 def offsets(root: Path = ROOT, *arguments: str) -> dict[str, Any]:
@@ -46,6 +47,12 @@ def test_no_address_overflows() -> None:
             {"_decode_kernel", "_prefill_kernel", "_shared_decode_kernel"},
         ),
         ("reshape_and_cache.py", "other=-1)", "other=-1).to(tl.int32)", {"_reshape_and_cache_kernel"}),
+        (
+            "triton_scan.py",
+            "+ tl.load(pages + page)",
+            "+ tl.load(pages + page).to(tl.int32)",
+            {"_convolve_kernel", "_scan_kernel"},
+        ),
         ("latent_attention.py", "blocks.to(tl.int64)", "blocks", {"_latent_decode_kernel"}),
         ("copy_blocks.py", "(sources + pair)", "(sources + pair).to(tl.int32)", {"_copy_blocks_kernel"}),
         ("copy_blocks.py", "(destinations + pair)", "(destinations + pair).to(tl.int32)", {"_copy_blocks_kernel"}),

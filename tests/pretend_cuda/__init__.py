@@ -360,8 +360,6 @@ def _take_device_tensors() -> None:
             _captured.graph.add_launch(name, launch)
 
     interpreter.GridExecutor.__call__ = call
-    # Half of the time goes to whether 32-bit integers overflow, which the kernels' own tests see.
-    object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
 
 
 def _constants(named: dict[str, Any]) -> Iterator[Any]:

@@ -212,7 +212,7 @@ def scan_states(dtype: torch.dtype, dim: int) -> None:
 
     def state(*shape: int, dtype: torch.dtype, is_decode: bool = False) -> PagedState:
         lens, starts = on_meta(64, dtype=torch.int32), on_meta(65, dtype=torch.int32)
-        rows = StateRows(on_meta(64, 9, dtype=torch.int64), lens, starts, is_decode, False)
+        rows = StateRows(on_meta(64, 9, dtype=torch.int64), lens, starts, lens, is_decode, False, False)
         strides = tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
         return PagedState(rows, on_meta(NUM_BLOCKS, 16_384, dtype=dtype), 5000, (64, *shape), strides)
 

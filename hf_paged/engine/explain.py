@@ -116,8 +116,8 @@ def _of_layers(core: EngineCore) -> list[Detour]:
         order = "their own forward computes something else than its modules would in the usual order"
         found.append(Detour("layers", f"{num_unlike} decoder layers are computed module by module: {order}"))
     found += [
-        Detour("layers", f"{name} computes rows of one length after the other: its own code is not what the kernels do")
-        for name in bound.mixers_by_part
+        Detour("layers", f"{name} computes rows of one length after the other: {why}")
+        for name, why in bound.mixers_by_part.items()
     ]
     linears = [module for module in core.model.modules() if isinstance(module, nn.Linear | Conv1D)]
     why = cpu_linear.load(bound.placement[0])

@@ -15,14 +15,18 @@ class StateRows:
         pages: `[S, pages]` int64, of each row.
         seq_lens: `[S]` int32, tokens of each row including the step's: one with no others begins without a state.
         start_loc: `[S + 1]` int32, the first token of each row.
+        nums_at_once: `[S]` int32, of each row the index behind the last token that came together with others.
         is_decode: Whether each row has one token.
+        is_long: Whether some have so many that a scan of one after the other may not be the fastest.
         has_padding: Whether tokens may belong to no row.
     """
 
     pages: Tensor
     seq_lens: Tensor
     start_loc: Tensor
+    nums_at_once: Tensor
     is_decode: bool
+    is_long: bool
     has_padding: bool
 
 
@@ -32,7 +36,7 @@ class PagedState:
 
     Attributes:
         pool: `[num_pages, page]` of its dtype, contiguous.
-        offset: In the numbers of a row's pages, one page behind the other, where it begins.
+        offset: Index of its first number, counting through the row's pages in order.
         shape: `(S, ...)`.
         strides: Within a row's pages, of all dimensions but the first.
     """

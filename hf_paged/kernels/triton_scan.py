@@ -30,10 +30,10 @@ def _places(pool, pages, numbers, mask, page, PAGE: tl.constexpr, IN_ONE: tl.con
 
 @triton.jit
 def _tokens_of(row, seq_lens, start_loc):
-    """A row's first token, that behind its last, and whether it has a state. Padding has more tokens than its row."""
-    first, end, length = tl.load(start_loc + row), tl.load(start_loc + row + 1), tl.load(seq_lens + row)
-    end = tl.where(length < end - first, first, end)
-    return first, end, length > end - first
+    """A row's first token, the one behind its last, how many are before it, and whether its state is to be read."""
+    first, end = tl.load(start_loc + row), tl.load(start_loc + row + 1)
+    before = tl.load(seq_lens + row) - (end - first)
+    return first, end, before, (before > 0) & (end > first)
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def _convolve_kernel(
     CHANNELS: tl.constexpr,  # channels of a tile
 ):
     row = tl.program_id(0)
-    first, end, is_begun = _tokens_of(row, seq_lens, start_loc)
+    first, end, _, is_begun = _tokens_of(row, seq_lens, start_loc)
     pages += row.to(tl.int64) * stride_pages
     own = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     present = own < channels
@@ -128,6 +128,7 @@ def _scan_kernel(
     pages,  # [S, pages]
     seq_lens,  # [S]
     start_loc,  # [S + 1]
+    nums_at_once,  # [S]
     scale,
     low,
     high,
@@ -156,7 +157,7 @@ def _scan_kernel(
     STATE_VALUE: tl.constexpr,
     DECAYS: tl.constexpr,
     STEPS: tl.constexpr,
-    LIMITED: tl.constexpr,  # whether steps are between low and high in rows of several tokens
+    LIMITED: tl.constexpr,  # whether steps of tokens that came together are between low and high
     NORMED: tl.constexpr,
     SKIP: tl.constexpr,
     GATED: tl.constexpr,
@@ -164,7 +165,7 @@ def _scan_kernel(
     V: tl.constexpr,  # values of a program
 ):
     row, head = tl.program_id(0), tl.program_id(1)
-    first, end, is_begun = _tokens_of(row, seq_lens, start_loc)
+    first, end, before, is_begun = _tokens_of(row, seq_lens, start_loc)
     keys = tl.arange(0, K)
     values = tl.program_id(2) * V + tl.arange(0, V)
     has_key, has_value = keys < KEYS, values < VALUES
@@ -176,6 +177,7 @@ def _scan_kernel(
         rates = tl.load(decay + (head * VALUES + values[None, :]) * KEYS + keys[:, None], mask=present, other=0.0)
     if SKIP:
         factor = tl.load(skip + head * VALUES + values, mask=has_value, other=0.0)
+    at_once = tl.maximum(tl.load(nums_at_once + row), 1)  # transformers' form for a prompt, also of one token
     for number in tl.range(first, end):
         token = tl.cast(number, tl.int64)
         place = token * HEADS + head
@@ -190,7 +192,8 @@ def _scan_kernel(
         else:
             size = tl.load(step + place)
         if LIMITED:
-            size = tl.where(end - first > 1, tl.minimum(tl.maximum(size, low), high), size)
+            is_limited = before + number - first < at_once
+            size = tl.where(is_limited, tl.minimum(tl.maximum(size, low), high), size)
         if KIND == SELECTIVE:
             state *= tl.exp(size[None, :] * rates)
         elif KIND != DELTA:
@@ -295,7 +298,7 @@ def scan(
 
     Args:
         decay: Of `SUM` `[heads]`: the decay is `exp(step * decay)`.
-        limits: Of steps in rows of several tokens: mixers limit those alone, if any.
+        limits: Of steps of tokens that came together with others: mixers limit those alone, if any.
         state: `[S, heads, K, V]` float32.
 
     Raises:
@@ -338,6 +341,7 @@ def scan(
             rows.pages,
             rows.seq_lens,
             rows.start_loc,
+            rows.nums_at_once,
             keys**-0.5 if is_normed else 1.0,
             *(limits or (0.0, 0.0)),
             state.offset,

@@ -21,6 +21,7 @@ from hf_paged.model.cache_argument import cache_argument, output_type
 from hf_paged.model.latents import Latents
 from hf_paged.model.mixers import MOST_SCANNED, Mixers, has_chunked_kernels
 from hf_paged.model.placement import Placement
+from hf_paged.model.scans import PACKAGES
 from hf_paged.model.sharding import ranks_of
 from hf_paged.model.sources import SourceTap
 from hf_paged.model.token_inputs import TokenInputs
@@ -147,15 +148,20 @@ class BoundModel:
         return None
 
     @property
-    def mixers_by_part(self) -> list[str]:
-        """Classes of modules that run for the rows of one length after the other, on a GPU."""
+    def mixers_by_part(self) -> dict[str, str]:
+        """Classes of modules that run for the rows of one length after the other, on a GPU, and why."""
         return self._mixers.by_part
 
     def why_only_decodes(self, states: StateCache | None) -> str | None:
-        """Why no step but decode steps can be recorded over these states; `None`: all can. Behind `find_layers`."""
+        """Why only decode steps can be recorded over these states; `None`: all can. Call it after `find_layers`."""
         if states is None or self._mixers.run_all_rows(self.traits.states, states):
             return None
         return "rows of several tokens go one by one through layers that keep a state"
+
+    @property
+    def may_record_all(self) -> bool:
+        """Whether more than decode steps may be recorded, as far as is known before there is a pool."""
+        return not self.traits.states or ranks_of(self.model) is None
 
     def most_recorded(self, num_tokens: int) -> int:
         """Tokens of the largest step that is recorded, of steps of so many at most, but for decode steps.
@@ -163,7 +169,7 @@ class BoundModel:
         Over latents a recorded step makes no keys and values: it doesn't know which sequences that is cheaper for.
         Scans in it go on token by token.
         """
-        if self.traits.states and has_chunked_kernels():
+        if self.traits.states and any(map(has_chunked_kernels, PACKAGES)):
             num_tokens = min(num_tokens, MOST_SCANNED)
         return min(num_tokens, MOST_ABSORBED) if self.traits.has_latents else num_tokens
 

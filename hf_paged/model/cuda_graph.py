@@ -33,7 +33,7 @@ CHECKED_STATES = 2  # rows with states that a recording is checked with: a copy 
 
 # Ids, positions and (of each group of layers) metadata of a step at fixed addresses, the tokens whose logits are wanted
 # (`None`: all), the pages of the rows' states and the tokens' adapters -> logits [wanted, vocab_size]
-Forward = Callable[[Tensor, Tensor, Sequence[RecordedMetadata], Tensor | None, Tensor, Tensor], Tensor]
+Forward = Callable[[Tensor, Tensor, Sequence[RecordedMetadata], Tensor | None, Tensor, Tensor, Tensor], Tensor]
 
 
 class Recording(Protocol):
@@ -338,7 +338,7 @@ class StepGraphs:
 
         def logits() -> Tensor:
             wanted = None if shape.is_decode else inputs.wanted
-            found = self._forward(ids, positions, metadata, wanted, inputs.pages, inputs.adapters)
+            found = self._forward(ids, positions, metadata, wanted, inputs.pages, inputs.nums_at_once, inputs.adapters)
             if not self._logits or len(self._logits[-1]) < len(found):
                 size = self.max_rows if len(found) <= self.max_rows else min(MOST_WANTED, self._token_sizes[-1])
                 self._logits.append(found.new_empty(size, found.shape[1]))
@@ -355,7 +355,7 @@ class StepGraphs:
         if is_first and self._device.type == "cuda":
             place = again(lambda: first_wait(logits))
         self._inputs[shape] = inputs
-        return logits, expected[: step.num_rows if shape.is_decode else len(step.wanted)], place
+        return logits, expected[: step.num_rows if shape.is_decode else max(1, len(step.wanted))], place
 
     def _capture(self, logits: Callable[[], Tensor], place: str | None, again: _Again) -> Recording | None:
         """Records a shape; `None`: it takes more memory than it may."""

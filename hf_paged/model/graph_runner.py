@@ -96,6 +96,8 @@ class GraphRunner:
             num_blocks = max(1, min(8, graphs.max_blocks, max_context // kv_cache.block_size))
             lens = num_blocks * kv_cache.block_size - np.arange(graphs.max_rows) % kv_cache.block_size
             lens = np.minimum(lens, max_context)
+            if kv_cache.states is not None:  # nor may one read the state that another writes
+                lens = np.ones_like(lens)
             tables = [np.full((graphs.max_rows, num_blocks), kv_cache.null_block)] * max(
                 1, len(kv_cache.groups.windows)
             )
@@ -144,11 +146,12 @@ class GraphRunner:
             metadata: Sequence[RecordedMetadata],
             wanted: Tensor | None,
             pages: Tensor,
+            nums_at_once: Tensor,
             slots: Tensor,
         ) -> Tensor:
             own = pool()
             assert own is not None
-            states = StateStep.at(model.traits, own.kv_cache, pages, metadata[0])
+            states = StateStep.at(model.traits, own.kv_cache, pages, nums_at_once, metadata[0])
             is_compiled = config.compile_decode and wanted is None
             # As many as all tokens: they are picked behind the model, whose modules tell one from the other by number.
             rows = None if wanted is None or len(wanted) == len(ids) else wanted

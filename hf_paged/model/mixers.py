@@ -35,6 +35,7 @@ from hf_paged.model.adapters import Adapters
 from hf_paged.model.exact_operations import ExactOperations
 from hf_paged.model.module_overrides import ModuleOverride, has_hooks, overriding
 from hf_paged.model.scans import PackedScans, find_packed_scans, find_scans
+from hf_paged.model.sharding import ranks_of
 from hf_paged.model.traits import ModelTraits
 
 # New tokens of a row that are scanned one by one where a package's kernels would take many together. A guess from their
@@ -100,7 +101,7 @@ class StateStep:
         def lay_out() -> list[_Part]:
             return _parts_of(traits, own, starts, query_lens, nums_at_once)
 
-        return cls(kv_cache, traits, _all_rows(own, metadata), lay_out)
+        return cls(kv_cache, traits, _all_rows(own, nums_at_once, metadata), lay_out)
 
     @classmethod
     def in_null_block(cls, traits: ModelTraits, kv_cache: KVCache, metadata: AttentionMetadata) -> Self | None:
@@ -113,11 +114,18 @@ class StateStep:
         def lay_out() -> list[_Part]:
             return _parts_of(traits, pages, lens - query_lens, query_lens, lens)
 
-        return cls(kv_cache, traits, _all_rows(pages, metadata), lay_out)
+        return cls(kv_cache, traits, _all_rows(pages, lens, metadata), lay_out)
 
     @classmethod
-    def at(cls, traits: ModelTraits, kv_cache: KVCache, pages: Tensor, metadata: RecordedMetadata) -> Self | None:
-        """The states of rows whose pages, and lengths, tensors on the device say, also for later steps."""
+    def at(
+        cls,
+        traits: ModelTraits,
+        kv_cache: KVCache,
+        pages: Tensor,
+        nums_at_once: Tensor,
+        metadata: RecordedMetadata,
+    ) -> Self | None:
+        """The states of rows whose pages and lengths tensors on the device say, also for later steps."""
         if kv_cache.states is None:
             return None
 
@@ -126,7 +134,7 @@ class StateStep:
             assert metadata.max_query_len == 1, "only rows of one length each can be recorded part by part"
             return [_Part(slice(0, num_rows), num_rows, 0, pages, False)]
 
-        return cls(kv_cache, traits, _all_rows(pages, metadata), lay_out)
+        return cls(kv_cache, traits, _all_rows(pages, nums_at_once, metadata), lay_out)
 
     def run(self, mixer: _Mixer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a mixer returns for the packed batch.
@@ -136,7 +144,8 @@ class StateStep:
             args: As it was called with, the cache of a step and tensors `[1, T, ...]` among them.
         """
         layer = mixer.module.layer_idx
-        if self._rows is not None and (scans := mixer.packed_scans(self._specs[layer], self._cache)) is not None:
+        if self._rows is not None and (scans := mixer.packed_scans(self._specs[layer], self._cache, self._rows)):
+            self._layer = -1  # other mixers of the layer read their states anew
             own, given = _told_no_mask(args), {name: _told_no_mask(value) for name, value in kwargs.items()}
             return scans.run(mixer.module, self._cache.in_place(layer, self._rows), *own, **given)
         self._parts = self._parts or self._lay_out()
@@ -178,22 +187,26 @@ class StateStep:
         """The states of a part's rows in the layer that is computed, as the mixers of this step have left them."""
         held = self._held.get(part.first_row)
         if held is None:
-            if part.is_fresh:
+            if part.is_fresh and self._rows is None:
                 states = self._cache.empty(self._layer, part.num_rows)
-            else:
+            else:  # also that of other mixers of the layer, who may have run for all rows
                 states = self._cache.read(self._layer, part.pages)
             held = layer_with(self._specs[self._layer], None if part.is_fresh else states), states
             self._held[part.first_row] = held
         return held
 
 
-def _all_rows(pages: Tensor, metadata: AttentionMetadata) -> StateRows | None:
-    """All rows of a step at once, on a GPU; `None`: part by part, as where others' kernels are faster."""
-    longest, is_recorded = metadata.max_query_len, metadata.is_recorded
-    if not takes_all_rows(pages.device) or (longest > MOST_SCANNED and not is_recorded and has_chunked_kernels()):
+def _all_rows(pages: Tensor, nums_at_once: np.ndarray | Tensor, metadata: AttentionMetadata) -> StateRows | None:
+    """All rows of a step at once, on a GPU; `None`: part by part."""
+    if not takes_all_rows(pages.device):
         return None
-    has_padding = is_recorded and longest > 1
-    return StateRows(pages, metadata.seq_lens, metadata.query_start_loc, longest == 1, has_padding)
+    if isinstance(nums_at_once, np.ndarray):
+        nums_at_once = to_device(nums_at_once.astype(np.int32), pages.device)
+    longest = metadata.max_query_len
+    has_padding = metadata.is_recorded and longest > 1
+    lens = metadata.seq_lens, metadata.query_start_loc, nums_at_once
+    is_long = longest > MOST_SCANNED and not metadata.is_recorded
+    return StateRows(pages, *lens, longest == 1, is_long, has_padding)
 
 
 def takes_all_rows(device: torch.device) -> bool:
@@ -202,13 +215,13 @@ def takes_all_rows(device: torch.device) -> bool:
 
 
 @cache
-def has_chunked_kernels() -> bool:
-    """Whether transformers' mixers find a package whose kernels compute many tokens of a prompt at once."""
-    return any(importlib.util.find_spec(name) is not None for name in ("fla", "mamba_ssm"))
+def has_chunked_kernels(package: str) -> bool:
+    """Whether this package, whose kernels compute many tokens of a prompt at once, is where transformers looks."""
+    return importlib.util.find_spec(package) is not None
 
 
 def _told_no_mask(value: Any) -> Any:
-    """Without the sentinel, also in a tuple, by which a mixer would cover padding."""
+    """The value with the sentinel, a mask by which a mixer would zero padding, replaced by `None`; also in a tuple."""
     if type(value) is tuple:
         return tuple(map(_told_no_mask, value))
     return None if isinstance(value, Tensor) and is_sentinel(value) else value
@@ -349,24 +362,32 @@ def store(layer: LinearAttentionLayer, states: LayerStates) -> None:
 
 
 class _Scans:
-    """What there is for the mixers of one class."""
+    """What there is for the mixers of one class.
 
-    def __init__(self, mixer: nn.Module) -> None:
-        """Looks at one of them."""
+    Attributes:
+        why_by_part: Why they run part by part where others run for all rows; empty: they don't.
+    """
+
+    def __init__(self, mixer: nn.Module, is_split: bool) -> None:
+        """Looks at one of them. `is_split`: the model is shared out between ranks, who would have to agree."""
         is_here = next((p.is_cpu for p in mixer.parameters()), False)
         self.changed = find_scans(mixer) if is_here else None
+        self._is_split = is_split
         self._packed: dict[tuple[torch.dtype, int], PackedScans | None] = {}
+        self.why_by_part = ""
 
     def packed(self, mixer: nn.Module, spec: StateSpec, cache: StateCache) -> PackedScans | None:
         """For all rows of steps over these pages; looked for when it is first asked for."""
+        if self._is_split:
+            return None
         key = next(mixer.parameters()).dtype, cache.layout.page_units
         if key not in self._packed:
-            self._packed[key] = find_packed_scans(mixer, spec, cache.layout.page_units * UNIT)
+            found = find_packed_scans(mixer, spec, cache.layout.page_units * UNIT)
+            if found is None:
+                return None
+            self.why_by_part = found if isinstance(found, str) else ""
+            self._packed[key] = None if isinstance(found, str) else found
         return self._packed[key]
-
-    @property
-    def is_by_part(self) -> bool:
-        return None in self._packed.values()
 
     def look_up(self) -> None:
         """Takes what else is used from the classes' files as they are now."""
@@ -385,14 +406,16 @@ class _Mixer(ModuleOverride):
         super().__init__(module)
         self.scans, self.adapters = scans, adapters
 
-    def packed_scans(self, spec: StateSpec, cache: StateCache) -> PackedScans | None:
+    def packed_scans(self, spec: StateSpec, cache: StateCache, rows: StateRows) -> PackedScans | None:
         """What runs it for all rows of a step over these pages, as it is now; `None`: it runs part by part."""
-        if not self._is_own or torch.is_grad_enabled() or torch.is_autocast_enabled("cuda"):
+        if not self.is_own or torch.is_grad_enabled() or torch.is_autocast_enabled("cuda"):
             return None
-        return self.scans.packed(self.module, spec, cache)
+        scans = self.scans.packed(self.module, spec, cache)
+        is_slower = scans is not None and rows.is_long and scans.package and has_chunked_kernels(scans.package)
+        return None if is_slower else scans
 
     @property
-    def _is_own(self) -> bool:
+    def is_own(self) -> bool:
         module = self.module
         return "forward" not in module.__dict__ and type(module).forward is self.own and not has_hooks(module)
 
@@ -407,7 +430,7 @@ class _Mixer(ModuleOverride):
     def compute_rows(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns for rows of one length."""
         module, changed = self.module, self.scans.changed
-        if changed is None or not self._is_own or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        if changed is None or not self.is_own or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return module._call_impl(*args, **kwargs)
         with ExactOperations():
             return changed.run(module, *args, **kwargs)
@@ -428,19 +451,21 @@ class Mixers:
             model = self._model()
             modules: Iterator[nn.Module] = iter(()) if model is None or not self._kinds else model.modules()
             mixers = [module for module in modules if type(module) in self._kinds]
-            self._scans = {kind: _Scans(mixer) for kind, mixer in {type(m): m for m in mixers}.items()}
+            is_split = model is not None and ranks_of(model) is not None
+            self._scans = {kind: _Scans(mixer, is_split) for kind, mixer in {type(m): m for m in mixers}.items()}
             self._found = [_Mixer(mixer, self._scans[type(mixer)], self._adapters) for mixer in mixers]
         for scans in self._scans.values():
             scans.look_up()
         return overriding(self._found)
 
     @property
-    def by_part(self) -> list[str]:
-        """Classes of those that were found to run part by part where others run for all rows."""
-        return sorted(kind.__name__ for kind, scans in self._scans.items() if scans.is_by_part)
+    def by_part(self) -> dict[str, str]:
+        """Classes of those that run part by part where others run for all rows, and why."""
+        return {kind.__name__: scans.why_by_part for kind, scans in self._scans.items() if scans.why_by_part}
 
     def run_all_rows(self, specs: dict[int, StateSpec], cache: StateCache) -> bool:
-        """Whether all of them run once a step, for all rows over these pages. Behind the first `scope`."""
-        mixers = self._found or ()
-        found = [mixer.scans.packed(mixer.module, specs[mixer.module.layer_idx], cache) for mixer in mixers]
-        return None not in found
+        """Whether all of them run once a step, for all rows over these pages. Call it after the first `scope`."""
+        return self._found is not None and all(
+            mixer.is_own and mixer.scans.packed(mixer.module, specs[mixer.module.layer_idx], cache) is not None
+            for mixer in self._found
+        )

@@ -104,7 +104,7 @@ class ModelRunner:
             return self.padded.run(tokens, metadata, attention, logit_rows, batch=batch, sources=read)
         if batch.spans:
             return self._run_apart(batch.spans, tokens, metadata, attention, logit_rows)
-        states = StateStep.of(batch, self._model.traits, kv_cache, metadata[0])
+        states = StateStep.of(batch, self._model.traits, kv_cache, step.metadata[0])
         return self.packed.run(tokens, metadata, attention, rows_of(logit_rows, attention), states, sources=sources)
 
     def _run_apart(

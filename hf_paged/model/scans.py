@@ -33,6 +33,7 @@ from hf_paged.model.fused_layers import ACTIVATIONS, agrees, attempt
 from hf_paged.model.module_overrides import KNOWN, ChangedForward, has_hooks, is_library_code
 
 UNLIMITED = (0.0, float("inf"))  # what a step of Mamba 2 may be
+PACKAGES = {"delta": "fla", "mamba": "mamba_ssm"}  # with kernels for prompts, by what is in the functions' names
 
 
 def _convolution(
@@ -168,10 +169,15 @@ def _or_own(ours: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., 
 
 
 class PackedScans:
-    """A class's forward over packed rows, of which our functions find the states in the pool."""
+    """A class's forward over packed rows, of which our functions find the states in the pool.
+
+    Attributes:
+        package: Whose kernels transformers takes for many tokens of a prompt, if it is installed.
+    """
 
     def __init__(self, own: FunctionType, names: set[str]) -> None:
-        self._layer: _PackedLayer | None = None  # of the mixer that runs, of which there is one at a time
+        self.package = next((package for part, package in PACKAGES.items() if part in "".join(names)), None)
+        self._layer: _PackedLayer | None = None  # of the running mixer; only one runs at a time
 
         def convolution(*args: Any, **kwargs: Any) -> Tensor:
             assert self._layer is not None
@@ -232,24 +238,34 @@ class _PackedLayer(LinearAttentionLayer):
         return recurrent_states
 
 
-def find_packed_scans(mixer: Any, spec: StateSpec, page_bytes: int) -> PackedScans | None:
+def find_packed_scans(mixer: Any, spec: StateSpec, page_bytes: int) -> PackedScans | str | None:
     """The forward of its class with our functions for a GPU, if over packed rows they compute what it does by row.
+
+    Returns:
+        It, or why there is none; `None`: that can't be found out now.
 
     Args:
         spec: What its layer keeps.
         page_bytes: Of the pool that it will run over: kernels are compiled for that.
     """
     parameter = next(mixer.parameters())
-    if isinstance(layer_kernels(parameter.dtype, parameter.device), str) or not _may_try(mixer):
-        return None
+    kernels = layer_kernels(parameter.dtype, parameter.device)
+    if isinstance(kernels, str):
+        return f"our kernels {kernels}"
     own, names = functions_of(mixer)
     if not names:
+        return "our kernels know none of its functions"
+    if not _may_try(mixer):
         return None
     packed = PackedScans(own, names)
-    truth, found = attempt(_trial_by_row, mixer, own), attempt(_packed_trial, mixer, packed, spec, page_bytes)
-    if truth is None or found is None:
+    try:
+        truth, found = _trial_by_row(mixer, own), _packed_trial(mixer, packed, spec, page_bytes)
+    except torch.OutOfMemoryError:
         return None
-    return packed if agrees(found, truth, 1e-4 if truth.dtype is torch.float32 else 0.05) else None
+    except Exception as error:  # whatever a mixer says that wants something else
+        return f"our kernels don't take what it hands them ({type(error).__name__})"
+    is_same = agrees(found, truth, 1e-4 if truth.dtype is torch.float32 else 0.05)
+    return packed if is_same else "its forward doesn't match our kernels"
 
 
 def find_scans(mixer: Any) -> ChangedForward | None:
@@ -322,11 +338,13 @@ def _packed_trial(mixer: Any, packed: PackedScans, spec: StateSpec, page_bytes: 
     pool = torch.zeros(layout.num_pages * num_rows, page_bytes // UNIT, dtype=torch.int64, device=device)
     pages = to_device(np.arange(len(pool)).reshape(num_rows, -1), device)
     output, firsts = torch.empty_like(states), np.cumsum([0, *_STEPS.sum(axis=0)])[:-1]
+    at_once = np.array([row[row > 0][0] for row in _STEPS.T], dtype=np.int32)
     for number, new in enumerate(_STEPS):
         before = _STEPS[:number].sum(axis=0)
         places = np.concatenate([np.arange(n) + first for n, first in zip(new, firsts + before, strict=True)])
         lens, starts = ((before + new).astype(np.int32), np.cumsum([0, *new]).astype(np.int32))
-        rows = StateRows(pages, to_device(lens, device), to_device(starts, device), new.max() == 1, False)
+        own_lens, own_starts, own_at_once = (to_device(each, device) for each in (lens, starts, at_once))
+        rows = StateRows(pages, own_lens, own_starts, own_at_once, new.max() == 1, is_long=False, has_padding=False)
         index, own = to_device(places, device), StateCache(layout, pool).in_place(0, rows)
         output[:, index] = packed.run(mixer, own, states[:, index], _trial_cache(mixer))
     return output

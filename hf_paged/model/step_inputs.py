@@ -52,6 +52,8 @@ class HostStep:
         metadata: Of each group of layers.
         wanted: `[K]` int64, the tokens whose logits are wanted.
         pages: `[S, pages]` int64, of each sequence's state; `None`: there are no states.
+        nums_at_once: `[S]` int64, of each sequence the index behind the last token that came together with others;
+            `None`: there are no states.
         is_begun: Whether each sequence has tokens before the step.
         adapters: `[T]` int32, of each token its adapter's slot, below 0 without one; `None`: there are none.
     """
@@ -60,6 +62,7 @@ class HostStep:
     metadata: Sequence[AttentionMetadata]
     wanted: np.ndarray
     pages: np.ndarray | None = None
+    nums_at_once: np.ndarray | None = None
     is_begun: bool = True
     adapters: np.ndarray | None = None
 
@@ -77,7 +80,8 @@ class HostStep:
         if not batch.state_blocks:
             return cls(tokens, metadata, wanted, adapters=adapters)
         pages = np.frombuffer(batch.state_blocks, np.int32).reshape(batch.num_seqs, -1).astype(np.int64)
-        return cls(tokens, metadata, wanted, pages, bool(starts.all()), adapters)
+        at_once = np.frombuffer(batch.nums_at_once, np.int64)
+        return cls(tokens, metadata, wanted, pages, at_once, bool(starts.all()), adapters)
 
     @property
     def num_rows(self) -> int:
@@ -103,6 +107,7 @@ class HostStep:
             [each.of(rows) for each in self.metadata],
             self.wanted[(self.wanted >= first) & (self.wanted < end)] - first,
             None if self.pages is None else self.pages[rows],
+            None if self.nums_at_once is None else self.nums_at_once[rows],
             self.is_begun,
             None if self.adapters is None else self.adapters[own],
         )
@@ -216,6 +221,7 @@ class StepInputs:
         arrays |= {
             "adapters": ((tokens,), torch.int32),
             "lens": ((rows,), torch.int32),
+            "nums_at_once": ((rows,), torch.int32),
             "token_lens": ((tokens,), torch.int32),
             "starts": ((rows + 1,), torch.int32),
         }
@@ -275,6 +281,11 @@ class StepInputs:
         return self._mirror.device["pages"]
 
     @property
+    def nums_at_once(self) -> Tensor:
+        """`[S]` int32, of the rows; see `HostStep`."""
+        return self._mirror.device["nums_at_once"]
+
+    @property
     def adapters(self) -> Tensor:
         """`[T]` int32, slots of the tokens' adapters."""
         return self._mirror.device["adapters"]
@@ -295,6 +306,10 @@ class StepInputs:
         host["lens"][:rows], host["lens"][rows:] = first.host_seq_lens, 1
         host["pages"][:rows] = 0 if step.pages is None else step.pages
         host["pages"][rows:] = self._tables.null_block
+        host["nums_at_once"][:rows], host["nums_at_once"][rows:] = (
+            (0 if step.nums_at_once is None else step.nums_at_once),
+            0,
+        )
         decoding = host["lens"]
         if not self.shape.is_decode:
             host["starts"][: rows + 1], host["starts"][rows + 1 :] = first.host_start_loc, tokens

@@ -47,10 +47,10 @@ class StepMemory:
         num_bytes = self.activation_bytes(num_tokens) + sampler_bytes(min(rows, num_tokens), *logits)
         uses_graphs = self._config.cuda_graphs is not False and bound.why_unrecorded is None and bound.runs_known_code
         if uses_graphs:
-            max_blocks = -(-bound.max_context // block_size)
-            most = max(min(rows, num_tokens), bound.most_recorded(num_tokens))
+            max_blocks, records_all = -(-bound.max_context // block_size), bound.may_record_all
+            most = max(min(rows, num_tokens), bound.most_recorded(num_tokens) if records_all else 0)
             activations = self.activation_bytes(most)
-            wanted = rows + MOST_WANTED if rows < MOST_WANTED < num_tokens else rows
+            wanted = rows + MOST_WANTED if records_all and rows < MOST_WANTED < num_tokens else rows
             taken = graph_bytes(activations, wanted, *logits) + input_bytes(num_tokens, rows, max_blocks, num_groups)
             self.for_graphs = activations, taken
             num_bytes += taken

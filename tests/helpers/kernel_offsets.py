@@ -300,7 +300,9 @@ def launch_all(pool: Tensor, dtype: torch.dtype, window: int) -> None:
 def scan_states(dtype: torch.dtype) -> None:
     """The kernels over states: of a large model, of the last layer, in several pages and in one."""
     heads, dim, page = 128, 128, NUM_LAYERS * KV_HEADS * BLOCK_SIZE * HEAD_DIM  # numbers of eight bytes
-    rows = StateRows(on_meta(ROWS, 100, dtype=torch.int64), on_meta(ROWS), on_meta(ROWS + 1), False, False)
+    rows = StateRows(
+        on_meta(ROWS, 100, dtype=torch.int64), on_meta(ROWS), on_meta(ROWS + 1), on_meta(ROWS), False, False, False
+    )
 
     def state(offset: int, *shape: int, dtype: torch.dtype) -> PagedState:
         own = page * 8 // dtype.itemsize

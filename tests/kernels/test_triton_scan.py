@@ -23,6 +23,7 @@ from hf_paged.kernels.paged_state import PagedState, StateRows
 
 LENS = [1, 1, 9, 1, 0, 5, 3]  # new tokens of the rows, and how many are before them
 BEFORE = [4, 9, 0, 0, 7, 0, 2]
+AT_ONCE = torch.tensor([5, 3, 9, 0, 0, 2, 3])  # tokens that came together; a row's first one counts in any case
 PADDING = 1
 TOKENS = sum(LENS) + PADDING
 
@@ -44,7 +45,8 @@ def rows_for(lens: list[int], before: list[int], pages: int) -> StateRows:
     order = torch.randperm(len(lens) * pages, generator=torch.Generator().manual_seed(1)) + 1
     start_loc = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).int()
     is_decode = all(n == 1 for n in lens)
-    return StateRows(order.view(len(lens), pages), (old + counts).int(), start_loc, is_decode, not is_decode)
+    lens_of_rows = (old + counts).int(), start_loc, AT_ONCE[: len(lens)].int()
+    return StateRows(order.view(len(lens), pages), *lens_of_rows, is_decode, False, not is_decode)
 
 
 class Pool:
@@ -82,7 +84,9 @@ def run(device: str) -> Run:
     def moved(value: Any) -> Any:
         if isinstance(value, PagedState):
             own = value.rows
-            rows = replace(own, **{name: moved(getattr(own, name)) for name in ("pages", "seq_lens", "start_loc")})
+            rows = replace(
+                own, **{name: moved(getattr(own, name)) for name in ("pages", "seq_lens", "start_loc", "nums_at_once")}
+            )
             return replace(value, rows=rows, pool=moved(value.pool))
         return value.to(device) if isinstance(value, Tensor) else value
 
@@ -122,8 +126,9 @@ def test_scans(shape: tuple[int, int, int, int, int, str], dtype: torch.dtype, p
             continue
         old = before[row : row + 1].transpose(-1, -2) * (BEFORE[row] > 0)
         if kind == SUM:
-            step = given["step"][:, start:end]
-            step = step.clamp(*limits) if end - start > 1 else step
+            step, places = given["step"][:, start:end], torch.arange(end - start) + BEFORE[row]
+            together = (places < AT_ONCE[row].clamp(min=1))[:, None, None]
+            step = torch.where(together, step.clamp(*limits), step)
             given["step"][:, start:end], given["decay"][:, start:end] = step, (step * rate[:, None]).exp()
         expected = truth(kind, _tokens(given, start, end), old)
         assert error_of(output[:, start:end], expected[0]) < TOLERANCE[dtype], row

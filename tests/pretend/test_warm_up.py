@@ -85,8 +85,8 @@ def test_nothing_is_compiled_afterwards_of_any_family(name: str, nothing_compile
     build_one = build_state_model if name in STATE_MODELS else build
     model = hf_paged.patch(build_one(name).to(CUDA), **SETTINGS | {"num_blocks": 60})
     done = model.paged.warm_up()
-    if not model.paged.core.traits.runs_packed:
-        assert done.num_kernels == 0 and name not in ESSENTIAL, "nothing is known of padded steps beforehand"
+    if not model.paged.core.traits.runs_packed or done.backend == "torch":
+        assert done.num_kernels == 0 and name not in ESSENTIAL, "these steps are not known beforehand"
         return
     assert done.num_kernels > 0
     with pretend_cuda.watch() as seen:

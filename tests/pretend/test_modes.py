@@ -63,7 +63,11 @@ def test_as_stock_and_without_waiting(name: str, mode: str, graphs: bool, monkey
         assert_same(expected, found)
     else:  # rounded numbers: most of the tokens, and all of the prompt
         assert found.shape == expected.shape and (found == expected).float().mean() > 0.5
-    assert getattr(after, own.reached) > getattr(before, own.reached)
+    # Rows that hold a window's blocks at most are let in with all of them.
+    is_reserved = own.reached == "num_preemptions" and all(
+        layer is not None and layer.window is not None for layer in paged.paged.core.traits.layers
+    )
+    assert (getattr(after, own.reached) > getattr(before, own.reached)) is not is_reserved
     assert paged.paged.core.pool.attention.backend.name == "triton"
     assert bool(seen.seen.of("replay")) == (graphs and name not in READS_ON_THE_HOST)
     seen.assert_clean(own.entries)

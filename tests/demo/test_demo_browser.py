@@ -17,7 +17,7 @@ from demo.hub import Hub
 from demo.limits import Limits
 from demo.loading import load
 from demo.pacing import FULL_SPEED
-from helpers.browsing import OpenTab, browser, fits, open_tab, picture, wait_until
+from helpers.browsing import OpenTab, browser, fits, open_tab, picture, wait_for_colours, wait_until
 from helpers.demo_parts import EVIL, both
 
 __all__ = ["both", "browser", "open_tab"]  # fixtures
@@ -219,6 +219,7 @@ def test_beams_read_one_source(app: Any, open_tab: OpenTab) -> None:
     expect(page.locator("#translation-cards")).to_contain_text("heute malt der alte Mann das rote Haus am Meer")
     expect(page.locator("#translation-run")).to_be_enabled()
     assert fits(page)
+    wait_for_colours(page)
     found = Axe().run(page, context="#translation", options={"resultTypes": ["violations"]}).response["violations"]
     assert not [each["id"] for each in found if each["impact"] in ("serious", "critical")]
     page.locator("#translation-english textarea").fill("the old man paints the spaceship")
@@ -353,7 +354,7 @@ def test_axe_finds_nothing_serious(app: Any, hub: Hub, open_tab: OpenTab, theme:
     for name in TABS:
         open_page_tab(page, name)
         page.mouse.move(0, 0)
-        page.wait_for_timeout(700)  # until colours have changed: axe measures them as they are
+        wait_for_colours(page)
         found = Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"]
         serious = [each for each in found if each["impact"] in ("serious", "critical")]
         assert not serious, (name, [(each["id"], each["nodes"][0]["html"]) for each in serious])

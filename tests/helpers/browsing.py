@@ -88,5 +88,11 @@ def picture(canvas: Locator) -> str:
     return canvas.evaluate("canvas => canvas.toDataURL()")
 
 
+def wait_for_colours(page: Page) -> None:
+    """Until nothing fades or changes its colour any more: axe measures colours as they are."""
+    ends = "a => a.playState !== 'running' || a.effect.getComputedTiming().iterations === Infinity"
+    page.wait_for_function(f"() => document.getAnimations().every({ends})")
+
+
 def fits(page: Page) -> bool:
     return page.evaluate("document.documentElement.scrollWidth <= innerWidth")

@@ -19,9 +19,9 @@ from hf_paged.memory.state_cache import StateCache
 from hf_paged.model.adapters import Adapters
 from hf_paged.model.cache_argument import cache_argument, output_type
 from hf_paged.model.latents import Latents
-from hf_paged.model.mixers import MOST_SCANNED, Mixers, has_chunked_kernels
+from hf_paged.model.mixers import MOST_SCANNED, Mixers
 from hf_paged.model.placement import Placement
-from hf_paged.model.scans import PACKAGES
+from hf_paged.model.scans import PACKAGES, has_chunked_kernels
 from hf_paged.model.sharding import ranks_of
 from hf_paged.model.sources import SourceTap
 from hf_paged.model.token_inputs import TokenInputs

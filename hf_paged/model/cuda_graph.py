@@ -32,7 +32,8 @@ _FAILED = -1  # what a rank says of a shape that it can't record; 1: it has, 0: 
 CHECKED_STATES = 2  # rows with states that a recording is checked with: a copy of their states is kept meanwhile
 
 # Ids, positions and (of each group of layers) metadata of a step at fixed addresses, the tokens whose logits are wanted
-# (`None`: all), the pages of the rows' states and the tokens' adapters -> logits [wanted, vocab_size]
+# (`None`: all), the pages of the rows' states and how many of their tokens came together, the tokens' adapters ->
+# logits [wanted, vocab_size]
 Forward = Callable[[Tensor, Tensor, Sequence[RecordedMetadata], Tensor | None, Tensor, Tensor, Tensor], Tensor]
 
 

@@ -8,12 +8,10 @@ the rows of one length after the other, over states that are read from the pool 
 
 from __future__ import annotations
 
-import importlib.util
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Self
 
 import numpy as np
@@ -34,7 +32,7 @@ from hf_paged.memory.state_cache import LayerStates, StateCache
 from hf_paged.model.adapters import Adapters
 from hf_paged.model.exact_operations import ExactOperations
 from hf_paged.model.module_overrides import ModuleOverride, has_hooks, overriding
-from hf_paged.model.scans import PackedScans, find_packed_scans, find_scans
+from hf_paged.model.scans import PackedScans, find_packed_scans, find_scans, has_chunked_kernels
 from hf_paged.model.sharding import ranks_of
 from hf_paged.model.traits import ModelTraits
 
@@ -140,7 +138,7 @@ class StateStep:
         """What a mixer returns for the packed batch.
 
         Args:
-            mixer: Computes one part after the other.
+            mixer: Computes all rows, or one part after the other.
             args: As it was called with, the cache of a step and tensors `[1, T, ...]` among them.
         """
         layer = mixer.module.layer_idx
@@ -212,12 +210,6 @@ def _all_rows(pages: Tensor, nums_at_once: np.ndarray | Tensor, metadata: Attent
 def takes_all_rows(device: torch.device) -> bool:
     """Whether there may be kernels that find states in a pool there."""
     return device.type == "cuda"
-
-
-@cache
-def has_chunked_kernels(package: str) -> bool:
-    """Whether this package, whose kernels compute many tokens of a prompt at once, is where transformers looks."""
-    return importlib.util.find_spec(package) is not None
 
 
 def _told_no_mask(value: Any) -> Any:
@@ -374,7 +366,7 @@ class _Scans:
         self.changed = find_scans(mixer) if is_here else None
         self._is_split = is_split
         self._packed: dict[tuple[torch.dtype, int], PackedScans | None] = {}
-        self.why_by_part = ""
+        self.why_by_part = "weights are split between processes" if is_split and not is_here else ""
 
     def packed(self, mixer: nn.Module, spec: StateSpec, cache: StateCache) -> PackedScans | None:
         """For all rows of steps over these pages; looked for when it is first asked for."""

@@ -9,8 +9,11 @@ of a step, whatever their lengths, over the states in the pool.
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import logging
 from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from types import FunctionType
 from typing import Any
@@ -34,6 +37,13 @@ from hf_paged.model.module_overrides import KNOWN, ChangedForward, has_hooks, is
 
 UNLIMITED = (0.0, float("inf"))  # what a step of Mamba 2 may be
 PACKAGES = {"delta": "fla", "mamba": "mamba_ssm"}  # with kernels for prompts, by what is in the functions' names
+logger = logging.getLogger(__name__)
+
+
+@cache
+def has_chunked_kernels(package: str) -> bool:
+    """Whether this package is installed, whose kernels compute many tokens of a prompt at once."""
+    return importlib.util.find_spec(package) is not None
 
 
 def _convolution(
@@ -262,7 +272,8 @@ def find_packed_scans(mixer: Any, spec: StateSpec, page_bytes: int) -> PackedSca
         truth, found = _trial_by_row(mixer, own), _packed_trial(mixer, packed, spec, page_bytes)
     except torch.OutOfMemoryError:
         return None
-    except Exception as error:  # whatever a mixer says that wants something else
+    except Exception as error:  # whatever a mixer says that wants something else, or the compiler
+        logger.info("hf_paged: what kept %s from running for all rows at once:", type(mixer).__name__, exc_info=error)
         return f"our kernels don't take what it hands them ({type(error).__name__})"
     is_same = agrees(found, truth, 1e-4 if truth.dtype is torch.float32 else 0.05)
     return packed if is_same else "its forward doesn't match our kernels"

@@ -306,10 +306,8 @@ class StepInputs:
         host["lens"][:rows], host["lens"][rows:] = first.host_seq_lens, 1
         host["pages"][:rows] = 0 if step.pages is None else step.pages
         host["pages"][rows:] = self._tables.null_block
-        host["nums_at_once"][:rows], host["nums_at_once"][rows:] = (
-            (0 if step.nums_at_once is None else step.nums_at_once),
-            0,
-        )
+        host["nums_at_once"][:rows] = 0 if step.nums_at_once is None else step.nums_at_once
+        host["nums_at_once"][rows:] = 0
         decoding = host["lens"]
         if not self.shape.is_decode:
             host["starts"][: rows + 1], host["starts"][rows + 1 :] = first.host_start_loc, tokens

@@ -17,12 +17,14 @@ from helpers.models import random_ids
 from helpers.state_models import STATE_MODELS, build_state_model
 from hf_paged.memory.spec import StateSpec
 from hf_paged.model import mixers
+from hf_paged.model.cuda_graph import StepGraphs
 from hf_paged.model.mixers import StateStep
 from hf_paged.model.scans import SCANS, PackedScans, find_packed_scans
+from hf_paged.model.step_inputs import HostStep, Shape
 
 LEFT = ["zaya", "zamba"]  # convolutions over groups of channels; a scan a head, of a state that it is cut from
 SETTINGS = {"block_size": 4, "num_blocks": 60, "max_num_seqs": 4, "max_num_batched_tokens": 12}
-LENS = [9, 1, 5]
+LENS = [1, 1, 7, 5]
 
 
 def mixer_and_spec(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, StateSpec]:
@@ -97,7 +99,7 @@ def test_steps_of_any_rows(name: str, how: str, monkeypatch: pytest.MonkeyPatch)
     stock = build_state_model(name).to("cuda")
     stock.set_experts_implementation("batched_mm")  # in float32 the other one waits in every step
     wanted = expected(stock)
-    settings = SETTINGS | ({"cuda_graphs": False} if how != "recorded" else {})
+    settings = SETTINGS | ({"cuda_graphs": False} if how != "recorded" else {"enable_prefix_caching": False})
     settings |= {"block_size": 1, "num_blocks": 240} if how == "pages" else {}  # a layer's state is in several
     model = hf_paged.patch(copy.deepcopy(stock), **settings)
     if how == "long prompts":
@@ -117,6 +119,14 @@ def test_steps_of_any_rows(name: str, how: str, monkeypatch: pytest.MonkeyPatch)
 
         return run
 
+    prepared: set[tuple[bool, bool]] = set()
+    prepare = StepGraphs._prepare
+
+    def noted(self: StepGraphs, shape: Shape, step: HostStep, again: Any) -> Any:
+        prepared.add((shape.is_decode, step.is_decode))
+        return prepare(self, shape, step, again)
+
+    monkeypatch.setattr(StepGraphs, "_prepare", noted)
     monkeypatch.setattr(PackedScans, "run", counted("packed", packed))
     monkeypatch.setattr(StateStep, "_run_part", counted("part", part))
     with torch.autocast("cuda", dtype=torch.float32) if how == "autocast" else nullcontext():
@@ -128,11 +138,16 @@ def test_steps_of_any_rows(name: str, how: str, monkeypatch: pytest.MonkeyPatch)
     if how == "recorded":
         for _ in range(2):  # mixed steps are recorded behind decode steps, each shape when it first comes
             before = model.paged.stats().num_steps
+            model.paged.pause()  # so that the first step begins with rows of one token
+            config = {"max_new_tokens": 5, "eos_token_id": None, "do_sample": False}
+            requests = [model.paged.submit(ids, **config) for ids in prompts()]
             with pretend_cuda.watch() as seen:
-                again = model.paged.generate(prompts(), max_new_tokens=5, eos_token_id=None, do_sample=False)
+                model.paged.resume()
+                again = [request.result(100) for request in requests]
             assert [output.token_ids for output in again] == wanted
         assert len(seen.of("replay")) == model.paged.stats().num_steps - before
         assert {shape.is_decode for shape in model.paged.core.runner.graphs.held.shapes} == {True, False}
+        assert prepared == {(True, True), (False, False)}, "a shape is checked with rows of its kind"
     elif how in ("eager", "pages"):
         own = [type(module) for module in model.modules() if type(module) in model.paged.core.traits.mixers]
         assert calls["packed"] == len(own) * steps + 3 * len(set(own)), "once a step, and in the steps of a trial"

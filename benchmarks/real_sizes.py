@@ -19,7 +19,8 @@ room for the cell and is in the weights' dtype (bfloat16 beside int8), but for t
 `first s` is how long the median caller waits for the first token. `tokens/s` are those behind it, for one caller, and
 all over the whole time for 16. `GiB beside` is the most resident memory of the process less the size of the weights.
 `equal`: rows that have stock's tokens; in bfloat16 each engine rounds in its own way. `judged`: what stock makes of
-ours where they differ, in the last repetition (`hf_paged.testing.compare_generations`).
+ours where they differ, in the last repetition (`hf_paged.testing.compare_generations`). `of a read`: what a plain read
+of all weights, keys and values takes, as a share of our decode step.
 
 Decode steps at 32k, and of 8 callers at 4k, go over random keys and values that the benchmark puts into the cache ("32k
 decode", "8 x 4k decode"), the latter also over a cache of int8; a prompt of 32k runs beside stock once ("32k prompt").
@@ -270,24 +271,32 @@ def measure(name: str, crew: Crew, load: Load, best: dict[str, Any], reps: int) 
         verdict = crew.judge(best["stock"], load, 1000 + rep, stock, ours)
     crew.close()
     rows: list[Row] = []
-    callers, new = len(load.lengths), load.new_tokens
     for engine, answers in found.items():
         if engine in why:
             rows.append({"engine": engine, "why": why[engine]})
             continue
-        times = [(answer["seconds"], answer["first"]) for answer in answers]
-        if callers > 1 and not load.is_filled:
-            rates = [callers * new / whole for whole, _ in times]
-        else:
-            rates = [callers * (new - 1) / (whole - first) for whole, first in times]
-        row = {"engine": engine, "threads": best[engine], "first s": statistics.median(first for _, first in times)}
-        row |= {"tokens/s": statistics.median(rates), "GiB beside": max(each["bytes"] for each in answers) / 2**30}
+        row = {"engine": engine, "threads": best[engine]} | figures(answers, load)
         if not load.is_filled:
-            row["equal"] = f"{equal[engine]} of {callers * len(answers)}"
+            row["equal"] = f"{equal[engine]} of {len(load.lengths) * len(answers)}"
         if engine == "hf_paged" and verdict is not None:
             row["judged"] = verdict
-        rows.append(row | {"all": times})
+        rows.append(row | {"all": [(answer["seconds"], answer["first"]) for answer in answers]})
     return rows
+
+
+def figures(answers: list[Row], load: Load) -> Row:
+    """What one engine's repetitions come to."""
+    callers, new = len(load.lengths), load.new_tokens
+    steps = [(answer["seconds"] - answer["first"]) / (new - 1) for answer in answers]
+    if callers > 1 and not load.is_filled:
+        rates = [callers * new / answer["seconds"] for answer in answers]
+    else:
+        rates = [callers / step for step in steps]
+    row = {"first s": statistics.median(answer["first"] for answer in answers), "tokens/s": statistics.median(rates)}
+    row["GiB beside"] = max(answer["bytes"] for answer in answers) / 2**30
+    if answers[0].get("read"):
+        row["of a read"] = statistics.median(answer["read"] for answer in answers) / statistics.median(steps)
+    return row
 
 
 def table(results: dict[str, list[Row]]) -> str:

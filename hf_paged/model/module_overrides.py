@@ -24,7 +24,7 @@ SharedT = TypeVar("SharedT")
 CALL = "_compiled_call_impl"
 # Packages whose modules do nothing but compute. Those of the others, adapters and quantised layers, may keep tensors.
 LIBRARY = ("torch", "transformers", "hf_paged")
-KNOWN = (*LIBRARY, "peft", "bitsandbytes", "gptqmodel", "hqq", "torchao", "kernels")
+KNOWN = (*LIBRARY, "peft", "bitsandbytes", "gptqmodel", "hqq", "torchao", "optimum", "kernels")
 
 
 class ModuleOverride:

@@ -319,10 +319,11 @@ class OpenVino:
         self.weights = sum(file.stat().st_size for file in converted.glob("*.bin"))
         if dtype == "float32":
             self.weights *= 2  # which it computes with, from a file of the same numbers in bfloat16
+        has_bfloat16 = {"avx512_bf16", "amx_bf16"} & set(Path("/proc/cpuinfo").read_text().split())
+        precision = "bf16" if dtype != "float32" and has_bfloat16 else "f32"  # it has no other for keys without these
         scheduler = openvino_genai.SchedulerConfig()
-        scheduler.cache_size = -(-max_tokens * width * (4 if dtype == "float32" else 2) * 5 // 4 // 2**30)  # GiB
+        scheduler.cache_size = -(-max_tokens * width * (2 if precision == "bf16" else 4) * 5 // 4 // 2**30)  # GiB
         scheduler.max_num_batched_tokens = 2048
-        precision = "f32" if dtype == "float32" else "bf16"
         properties = {
             "INFERENCE_PRECISION_HINT": precision,
             "INFERENCE_NUM_THREADS": num_threads,

@@ -11,6 +11,7 @@
    width one after the other, each summed by itself. */
 #include "cpu_element.h"
 #include "cpu_lanes.h"
+#include <stdlib.h>
 #if IS_BFLOAT16 && defined(__AVX512BF16__)
 #include <immintrin.h>
 #endif
@@ -265,9 +266,16 @@ static int are_lines(const struct linear *a, const struct part *part) {
 
 static int64_t panel_of(const struct part *part) { return part->is_transposed ? VECTORS * LANES : VECTORS; }
 
+#if defined(__AVX512F__)
+static int64_t many(const struct linear *a, const struct part *part, int64_t first, int64_t end) { return first; }
+#else
+#include "cpu_many.h"
+#endif
+
 /* Of one part, columns from `first` to `end`. */
 static void columns_of(const struct linear *a, const struct part *part, int64_t first, int64_t end) {
   if (are_lines(a, part)) return lines(a, part, first, end);
+  first = many(a, part, first, end);
   const int64_t panel = panel_of(part), unit = panel / VECTORS;
   int64_t block = BLOCK_BYTES / (a->width * sizeof(element) + 1) / ROWS * ROWS;
   block = block < ROWS ? ROWS : block > BLOCK ? BLOCK : block;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
 import random
@@ -74,6 +75,7 @@ def test_shapes(kernel: CPULinear, layout: str) -> None:
     rng = random.Random(layout)
     shapes = [(rows, columns, width) for rows in (1, 3, 8) for columns in range(1, 14) for width in (1, 7, 33)]
     shapes += [(rng.randint(1, 40), rng.randint(1, 400), rng.randint(1, 600)) for _ in range(25)]
+    shapes += [(rng.randint(64, 200), rng.randint(1, 400), rng.randint(1, 600)) for _ in range(10)]
     for rows, columns, width in shapes:
         states = random_tensor(rows, width, dtype=kernel.dtype, seed=rows)
         weight = random_tensor(columns, width, dtype=kernel.dtype, seed=columns)
@@ -87,27 +89,27 @@ def test_shapes(kernel: CPULinear, layout: str) -> None:
 def test_a_row_is_the_same_beside_any_others(kernel: CPULinear, layout: str, threads: int) -> None:
     """Bit for bit, however rows are split into calls: a request's tokens don't depend on what shares its steps."""
     rng = random.Random(layout)
-    for columns, width in [(300, 512), (13, 1), (131, 333), (1, 2049), (97, 1100)]:
+    for columns, width in [(300, 512), (13, 1), (131, 333), (1, 2049), (97, 1100), (5, 3100)]:
         weight = LAYOUTS[layout](random_tensor(columns, width, dtype=kernel.dtype, seed=columns))
         bias = random_tensor(columns, dtype=kernel.dtype, seed=3)
         states = random_tensor(75, width, dtype=kernel.dtype, seed=2)
         torch.set_num_threads(1)
         alone = torch.cat([kernel.multiply(row, weight, bias) for row in states.split(1)])
         torch.set_num_threads(threads)
-        for _ in range(3):
-            cuts = sorted(rng.sample(range(1, len(states)), rng.choice([0, 3, 20])))
+        for count in (0, 1, 20):
+            cuts = sorted(rng.sample([5, 64, 70] if count == 1 else range(1, len(states)), count))
             pieces = states.tensor_split(cuts)
             assert torch.equal(torch.cat([kernel.multiply(piece, weight, bias) for piece in pieces]), alone)
 
 
 def test_columns_are_the_same_in_any_place(kernel: CPULinear) -> None:
     """What a part of a weight gives, as one that is shared out: bit for bit what the whole gives there."""
-    states = random_tensor(21, 259, dtype=kernel.dtype, seed=2)
-    for layout in LAYOUTS.values():
-        weight = layout(random_tensor(140, 259, dtype=kernel.dtype, seed=1))
+    for rows, (name, layout) in itertools.product((21, 70), LAYOUTS.items()):
+        states = random_tensor(rows, 259, dtype=kernel.dtype, seed=2)
+        weight = layout(random_tensor(340, 259, dtype=kernel.dtype, seed=1))
         whole = kernel.multiply(states, weight, None)
-        for first, last in ((0, 1), (1, 14), (100, 140), (7, 130)):
-            assert torch.equal(kernel.multiply(states, weight[first:last], None), whole[:, first:last])
+        for first, last in ((0, 1), (1, 14), (100, 140), (7, 330)):
+            assert torch.equal(kernel.multiply(states, weight[first:last], None), whole[:, first:last]), name
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -129,13 +131,13 @@ def test_several_weights_in_one_pass(kernel: CPULinear, layout: str, threads: in
 def test_numbers_that_are_none(kernel: CPULinear) -> None:
     """They stay in their row and, of a weight, in their column, also in a vector that is not full."""
     for layout in LAYOUTS.values():
-        for width in (64, 77):
-            states = random_tensor(9, width, dtype=kernel.dtype, seed=1)
+        for rows, width in ((9, 64), (9, 77), (65, 77)):
+            states = random_tensor(rows, width, dtype=kernel.dtype, seed=1)
             weight = random_tensor(50, width, dtype=kernel.dtype, seed=2)
             clean = kernel.multiply(states, layout(weight), None)
             states[4, 7], weight[49, 3], weight[1, width - 1], weight[7, 60] = NAN, float("inf"), NAN, -float("inf")
             found = kernel.multiply(states, layout(weight), None)
-            is_touched = torch.zeros(9, 50, dtype=torch.bool)
+            is_touched = torch.zeros(rows, 50, dtype=torch.bool)
             is_touched[4], is_touched[:, 49], is_touched[:, 1], is_touched[:, 7] = True, True, True, True
             assert torch.equal(found.isfinite(), ~is_touched)
             assert torch.equal(found[~is_touched], clean[~is_touched])
@@ -156,7 +158,7 @@ def test_nothing_is_read_beyond(kernel: CPULinear) -> None:
     for memory in memories:
         end = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + len(memory) - mmap.PAGESIZE
         assert libc.mprotect(ctypes.c_void_p(end), ctypes.c_size_t(mmap.PAGESIZE), PROT_NONE) == 0
-    for rows, columns, width in [(1, 1, 1), (3, 13, 7), (9, 50, 33), (5, 97, 31), (4, 6, 515)]:
+    for rows, columns, width in [(1, 1, 1), (3, 13, 7), (9, 50, 33), (5, 97, 31), (4, 6, 515), (66, 13, 33)]:
         shapes = (rows, width), (columns, width), (columns,)
         given = [random_tensor(*shape, dtype=kernel.dtype, seed=1) for shape in shapes]
         states, weight, bias = map(at_the_end_of_a_page, given, memories)

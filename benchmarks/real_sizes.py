@@ -335,6 +335,7 @@ def main() -> None:
         option = "--" + engine.replace(".", "-")
         arguments.add_argument(option, dest=engine, type=Path, metavar="VENV", help="environment it is installed in")
     arguments.add_argument("--only", nargs="+", default=["*"], metavar="CELL", help="names, with * and ?")
+    arguments.add_argument("--without", nargs="+", default=(), metavar="ENGINE", help="engines that would take too long")
     arguments.add_argument("--resume", action="store_true", help="go on behind the cells that the result has")
     arguments.add_argument("--reps", type=int, default=3)
     arguments.add_argument(
@@ -364,9 +365,10 @@ def main() -> None:
             if not folder.exists():
                 save_model(shape, folder, given.quick)
             crew = Crew(folder, dtype, pythons, given.memory * 2**30)
-            engines = [engine for engine in pythons if engine not in (*shape.left_out, INT8_CACHE)]
+            left_out = dict.fromkeys(given.without, "left out") | shape.left_out
+            engines = [engine for engine in pythons if engine not in (*left_out, INT8_CACHE)]
             best = find_threads(crew, engines, threads)
-            best |= {engine: why for engine, why in shape.left_out.items() if engine in pythons}
+            best |= {engine: why for engine, why in left_out.items() if engine in pythons}
             for load in due:
                 cell = f"{name} {dtype} {load}"
                 of_load = LOADS[load].shrunk() if given.quick else LOADS[load]

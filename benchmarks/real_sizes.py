@@ -52,6 +52,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 RIVALS = ("llama.cpp", "openvino", "vllm")
 SECONDS = 600.0
+OURS, COLORS = "#0b6e4f", ("#8c8c8c", "#8c8c8c", "#e0913a", "#5b7fb5", "#b55b9a")
 RAGGED = tuple(np.random.default_rng(0).integers(128, 1025, 16).tolist())
 Row = dict[str, Any]
 
@@ -276,7 +277,7 @@ def measure(name: str, crew: Crew, load: Load, best: dict[str, Any], reps: int) 
             rows.append({"engine": engine, "why": why[engine]})
             continue
         row = {"engine": engine, "threads": best[engine]} | figures(answers, load)
-        if not load.is_filled:
+        if not load.is_filled and "stock" not in why:
             row["equal"] = f"{equal[engine]} of {len(load.lengths) * len(answers)}"
         if engine == "hf_paged" and verdict is not None:
             row["judged"] = verdict
@@ -318,6 +319,31 @@ def table(results: dict[str, list[Row]]) -> str:
     return "\n".join([markdown_table(["cell", *engines], lines), "", *reasons]) + "\n"
 
 
+def draw(results: dict[str, list[Row]], path: Path) -> None:
+    """A panel for each figure: groups of bars, a group a cell, a bar an engine. Needs matplotlib."""
+    from paper.plots import page  # an extra
+
+    with page(path, 2, 1, 8.4, 5.0, 0.3) as axes:
+        engines = list(dict.fromkeys(row["engine"] for rows in results.values() for row in rows))
+        for (axis,), figure, title in zip(
+            axes,
+            ("first s", "tokens/s"),
+            ("Seconds to the first token (less is better)", "Tokens a second"),
+            strict=True,
+        ):
+            for place, engine in enumerate(engines):
+                of = [next((row for row in rows if row["engine"] == engine), {}) for rows in results.values()]
+                where = [cell + (place - len(engines) / 2 + 0.5) * 0.16 for cell in range(len(of))]
+                color = COLORS[place % len(COLORS)] if engine != "hf_paged" else OURS
+                drawn = axis.bar(where, [row.get(figure, 0) for row in of], 0.15, label=engine, color=color)
+                axis.bar_label(drawn, [f"{row[figure]:.3g}" if figure in row else "" for row in of], fontsize=6)
+            axis.set_xticks(range(len(results)), results)
+            axis.set_title(title)
+            axis.grid(axis="x", visible=False)
+        axes[0][0].set_yscale("log")
+        axes[0][0].figure.legend(*axes[0][0].get_legend_handles_labels(), loc="upper center", ncols=len(engines))
+
+
 def cells(given: Any) -> Iterator[tuple[str, str, list[str]]]:
     """Shapes and dtypes with the loads that are wanted of them."""
     for name, shape in SHAPES.items():
@@ -345,6 +371,7 @@ def main() -> None:
     )
     arguments.add_argument("--memory", type=int, default=GIB, metavar="GiB", help="for all engines that are loaded")
     arguments.add_argument("--models", type=Path, help="folder that keeps the models; default: none is kept")
+    arguments.add_argument("--picture", type=Path, metavar="PNG", help="draw the cells that there are, run none")
     arguments.add_argument("--quick", action="store_true", help="tiny shapes: figures mean nothing")
     given = arguments.parse_args()
     quiet()
@@ -356,6 +383,9 @@ def main() -> None:
     results: dict[str, list[Row]] = {}
     if given.resume and path.exists():
         results = json.loads(path.read_text())["results"]
+    if given.picture:
+        chosen = {cell: rows for cell, rows in results.items() if any(fnmatch(cell, only) for only in given.only)}
+        return draw(chosen, given.picture)
     about = {"device": device_facts(torch.device("cpu")), "is_quick": given.quick}
     with tempfile.TemporaryDirectory() as temporary:
         models = given.models or Path(temporary)

@@ -2,6 +2,7 @@
 
     python benchmarks/real_sizes.py --llama-cpp VENV --openvino VENV --vllm VENV --resume --out benchmarks/results
     python benchmarks/real_sizes.py --only 'qwen3-0.6b bfloat16 *' --out /tmp/results
+    python benchmarks/real_sizes.py --only 'qwen3-0.6b bfloat16 *' --out benchmarks/results --picture real_sizes.png
     python benchmarks/real_sizes.py --quick --out /tmp/results      # tiny shapes: does it run?
 
 A VENV is an environment (its folder) in which a rival is installed; one that is not given is left out:
@@ -52,7 +53,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 RIVALS = ("llama.cpp", "openvino", "vllm")
 SECONDS = 600.0
-OURS, COLORS = "#0b6e4f", ("#8c8c8c", "#8c8c8c", "#e0913a", "#5b7fb5", "#b55b9a")
+COLORS = {"stock": "#8c8c8c", "hf_paged": "#0b6e4f", "llama.cpp": "#e0913a", "openvino": "#5b7fb5", "vllm": "#b55b9a"}
 RAGGED = tuple(np.random.default_rng(0).integers(128, 1025, 16).tolist())
 Row = dict[str, Any]
 
@@ -334,8 +335,9 @@ def draw(results: dict[str, list[Row]], path: Path) -> None:
             for place, engine in enumerate(engines):
                 of = [next((row for row in rows if row["engine"] == engine), {}) for rows in results.values()]
                 where = [cell + (place - len(engines) / 2 + 0.5) * 0.16 for cell in range(len(of))]
-                color = COLORS[place % len(COLORS)] if engine != "hf_paged" else OURS
-                drawn = axis.bar(where, [row.get(figure, 0) for row in of], 0.15, label=engine, color=color)
+                drawn = axis.bar(
+                    where, [row.get(figure, 0) for row in of], 0.15, label=engine, color=COLORS.get(engine, "#c9c9c9")
+                )
                 axis.bar_label(drawn, [f"{row[figure]:.3g}" if figure in row else "" for row in of], fontsize=6)
             axis.set_xticks(range(len(results)), results)
             axis.set_title(title)
@@ -381,7 +383,7 @@ def main() -> None:
     pythons |= {engine: str(venv / "bin" / "python") for engine in RIVALS if (venv := getattr(given, engine))}
     path = given.out / "real_sizes.json"
     results: dict[str, list[Row]] = {}
-    if given.resume and path.exists():
+    if (given.resume or given.picture) and path.exists():
         results = json.loads(path.read_text())["results"]
     if given.picture:
         chosen = {cell: rows for cell, rows in results.items() if any(fnmatch(cell, only) for only in given.only)}

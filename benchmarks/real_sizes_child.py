@@ -9,7 +9,7 @@ NUM_ROWS how many these are. Conversions are kept beside the model, by engine an
 An order: the `lengths` of its prompts, the `seed` of their random tokens, `new_tokens` (of each row, whatever they are)
 and, if `is_filled`, that all of the prompts but their ends is in the cache already, as random keys and values; then all
 are of one length. With `expected` and `actual` tokens, stock judges these instead (`verdict`).
-Answers: `seconds`; `firsts`, until each row's first token; `tokens`; `bytes`, the most memory that the process had
+Answers: `seconds`; `first`, until the median row's first token; `tokens`; `bytes`, the most memory that the process had
 meanwhile, beside the weights; of the patched model `read`, the seconds in which torch reads what one decode step reads.
 """
 
@@ -131,12 +131,14 @@ class Transformers:
         where a step doesn't read all weights, or reads what isn't a tensor of numbers.
         """
         torch, config = self.torch, self.model.config
-        if self.is_quantised or not config.tie_word_embeddings or hasattr(config, "num_experts"):
+        has_windows = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+        if self.is_quantised or has_windows or not config.tie_word_embeddings or hasattr(config, "num_experts"):
             return None
-        blocks = sum((len(prompt) + new_tokens) // 16 for prompt in prompts)
+        engine = self.model.paged
+        blocks = sum((len(prompt) + new_tokens) // engine.config.block_size for prompt in prompts)
         tensors = [each.detach() for each in self.model.parameters()]
-        tensors.append(self.model.paged.core.pool.kv_cache.tensor[:blocks])
-        flat = [each.reshape(-1).view(torch.float32) for each in tensors if each.is_contiguous()]
+        tensors.append(engine.core.pool.kv_cache.tensor[:blocks])
+        flat = [each.reshape(-1).view(torch.float32) for each in tensors]
 
         def seconds() -> float:
             started = time.perf_counter()

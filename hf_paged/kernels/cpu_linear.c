@@ -1,6 +1,6 @@
 /* A matrix product: inputs [rows, width] times the transpose of a weight [columns, width], plus a bias; of several
    weights of one input at once, the parts of one product, each with a result of its own. Weights are read where they
-   lie.
+   lie, but for many rows on AVX2 (cpu_many.h).
 
    As in the kernels of matrix libraries, a tile of sums stays in registers: 4 rows times 6 vectors, so that 10 loads
    serve 24 multiplications; times one vector where rows are so few that memory is what limits them. Where the elements of
@@ -60,10 +60,10 @@ INLINE vector added(vector sum, bits a, bits b) {
 #if IS_BFLOAT16 && defined(__AVX512BF16__)
   return (vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 #elif IS_BFLOAT16
-  sum += (vector)(a << 16) * (vector)(b << 16);
-  return sum + (vector)(a & 0xffff0000u) * (vector)(b & 0xffff0000u);
+  sum = multiply_add((vector)(a << 16), (vector)(b << 16), sum);
+  return multiply_add((vector)(a & 0xffff0000u), (vector)(b & 0xffff0000u), sum);
 #else
-  return sum + (vector)a * (vector)b;
+  return multiply_add((vector)a, (vector)b, sum);
 #endif
 }
 
@@ -266,7 +266,7 @@ static int are_lines(const struct linear *a, const struct part *part) {
 
 static int64_t panel_of(const struct part *part) { return part->is_transposed ? VECTORS * LANES : VECTORS; }
 
-#if defined(__AVX512F__)
+#if !defined(__AVX2__) || defined(__AVX512F__)
 static int64_t many(const struct linear *a, const struct part *part, int64_t first, int64_t end) { return first; }
 #else
 #include "cpu_many.h"

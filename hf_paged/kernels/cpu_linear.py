@@ -16,7 +16,7 @@ from hf_paged.kernels.layers import InputError
 
 DTYPES = (torch.float32, torch.bfloat16)
 _SOURCE = Path(__file__).with_suffix(".c")
-_OPTIONS = ("-ffp-contract=fast",)  # all its products are summed at once, by one line of it
+_OPTIONS = ("-ffp-contract=fast",)  # for processors whose fused products `multiply_add` doesn't name
 
 
 class Part(ctypes.Structure):

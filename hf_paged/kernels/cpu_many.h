@@ -1,11 +1,14 @@
-/* A product of many rows with columns whose elements lie side by side, for vectors of which few fit into registers. Rows
-   that lie whole pages apart compete for the same places of a cache, and pairs would be taken apart again for each tile:
-   so a block of rows, and a group of columns, are copied as float32, in the order in which a tile reads them.
+/* A product of many rows with columns whose elements lie side by side, on AVX2. Rows that lie whole pages apart compete for
+   the same places of a cache, and each tile would take pairs apart again: so a block of rows, and a group of columns, are
+   copied as float32, in the order in which a tile reads them.
 
    A sum is made in the order of cpu_linear.c, which this is a part of, so its bits are the same. */
 
-enum { MANY = 64, PANEL = 3, GROUP = 48 * PANEL }; /* rows; columns of a tile, and of a group */
-enum { COPY_BYTES = 3 << 16, PIECE = 1024 / STEP };  /* of a block of rows; steps of a panel: first-level cache */
+enum { MANY = 64, MOST_WIDTH = 1 << 14 };        /* least rows; a wider group's copies would take megabytes */
+enum { PANEL = 3, GROUP = 48 * PANEL };          /* columns of a tile, and of a group */
+enum { COPY_BYTES = 3 << 16, FEWEST = BLOCK / 4 }; /* of a block of rows, for the second-level cache; its least rows */
+enum { PIECE = 1024 / STEP };                    /* steps after which a panel's copy fills the first-level cache */
+_Static_assert(SPAN / STEP % PIECE == 0 && FEWEST % ROWS == 0 && ROWS * PANEL % 4 == 0, "pieces make up spans");
 
 /* Keeps a vector in its register, where a compiler would load it again for each product. */
 #if defined(__x86_64__)
@@ -24,8 +27,7 @@ INLINE void spread(const int rows, const element *const *from, int64_t steps, ve
     }
 }
 
-/* The same of their whole width, with zeros behind it in a last step. In place of rows that are not there stands the
-   first one. */
+/* The same of their whole width, with zeros behind it in a last step. The first row stands in for missing ones. */
 INLINE void spread_all(const int rows, int64_t real_rows, struct operand from, int64_t width, vector *to) {
   const int64_t steps = width / STEP, rest = width % STEP;
   const element *row[ROWS];
@@ -57,7 +59,7 @@ static void tile_of_copies(const vector *input, const vector *weight, int64_t st
       }
       EACH(r, ROWS) {
         const vector x = input[r * PAIR + p];
-        EACH(v, PANEL) sum[r][v] = sum[r][v] + x * w[v];
+        EACH(v, PANEL) sum[r][v] = multiply_add(x, w[v], sum[r][v]);
       }
     }
   if (!(place & ENDS_SPAN)) {
@@ -137,14 +139,14 @@ static void panels(const struct linear *a, const struct part *part, int64_t firs
 
 /* The same as far as there are whole panels; returns the column behind them. */
 static int64_t many(const struct linear *a, const struct part *part, int64_t first, int64_t end) {
-  if (a->rows < MANY || a->width == 0 || part->is_transposed) return first;
+  const int64_t whole = first + (end - first) / PANEL * PANEL, most = whole - first < GROUP ? whole - first : GROUP;
+  if (a->rows < MANY || a->width == 0 || a->width > MOST_WIDTH || part->is_transposed || !most) return first;
   const int64_t steps = (a->width + STEP - 1) / STEP, row = steps * PAIR; /* vectors */
   int64_t block = COPY_BYTES / (row * (int64_t)sizeof(vector)) / ROWS * ROWS;
-  block = block < BLOCK / 4 ? BLOCK / 4 : block > BLOCK ? BLOCK : block;
-  vector *copies = aligned_alloc(64, ((GROUP + block) * row + block * GROUP / LANES) * sizeof(vector) / 64 * 64 + 64);
+  block = block < FEWEST ? FEWEST : block > BLOCK ? BLOCK : block;
+  vector *copies = aligned_alloc(64, ((most + block) * row + block * GROUP / LANES) * sizeof(vector) / 64 * 64 + 64);
   if (!copies) return first;
-  vector *input = copies + GROUP * row, *results = input + block * row;
-  const int64_t whole = first + (end - first) / PANEL * PANEL;
+  vector *input = copies + most * row, *results = input + block * row;
   panels(a, part, first, whole, (struct copies){copies, input, (float *)results, steps, block});
   free(copies);
   return whole;

@@ -24,7 +24,7 @@ SharedT = TypeVar("SharedT")
 CALL = "_compiled_call_impl"
 # Packages whose modules do nothing but compute. Those of the others, adapters and quantised layers, may keep tensors.
 LIBRARY = ("torch", "transformers", "hf_paged")
-KNOWN = (*LIBRARY, "peft", "bitsandbytes", "gptqmodel", "hqq", "torchao", "optimum", "kernels")
+KNOWN = (*LIBRARY, "peft", "bitsandbytes", "gptqmodel", "hqq", "torchao", "optimum.quanto", "kernels")
 
 
 class ModuleOverride:
@@ -212,4 +212,5 @@ def is_of_library(kind: type[nn.Module], packages: tuple[str, ...] = LIBRARY) ->
     while function is not None:
         names.append(str(getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", "")))
         function = getattr(function, "__wrapped__", None)
-    return all(name.partition(".")[0] in packages for name in names)
+    prefixes = tuple(f"{package}." for package in packages)
+    return all(f"{name}.".startswith(prefixes) for name in names)

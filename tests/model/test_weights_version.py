@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.library_code import as_library_code
 from hf_paged.core.process import PROCESS
 from hf_paged.model.weights_version import WeightsVersion
 
@@ -516,3 +517,17 @@ def test_adding_and_deleting_an_adapter_moves_the_key(adapters: Adapters) -> Non
     watch.assert_moved()
     adapters.model.delete_adapter("three")
     watch.assert_moved()
+
+
+@pytest.mark.parametrize(
+    ("module", "is_plain"),
+    [("optimum.quanto.nn.qlinear", True), ("optimum.other", False), ("torchao", True), ("torchaudio", False)],
+)
+def test_layers_of_packages(net: nn.Sequential, module: str, is_plain: bool) -> None:
+    """Would break: a quantised layer that keeps a model's steps apart, or a stranger's that does not."""
+    forward = as_library_code(lambda self, states: states, module)
+    net.append(type("Quantised", (nn.Module,), {"__module__": module, "forward": forward})())
+    state = WeightsVersion(net)
+    state.key()
+    assert state.is_plain is is_plain
+    assert bool(state.foreign()) is not is_plain

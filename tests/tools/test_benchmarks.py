@@ -221,5 +221,6 @@ def test_real_sizes_beside_stock(tmp_path: Path) -> None:
         assert all(row[figure] > 0 for row in rows for figure in ("first s", "tokens/s", "GiB beside")), rows
     assert [row["equal"] for row in results[wanted[0]]] == ["1 of 1", "1 of 1"]
     assert results[wanted[0]][1]["judged"] == "identical: 8 tokens"
+    assert all(results[cell][1]["of a read"] > 0 for cell in wanted)
     engines = [[row["engine"] for row in results[cell]] for cell in wanted]
     assert engines == [["stock", "hf_paged"], ["stock", "hf_paged", "hf_paged, int8 cache"]]

@@ -364,7 +364,7 @@ def main() -> None:
         arguments.add_argument(option, dest=engine, type=Path, metavar="VENV", help="environment it is installed in")
     arguments.add_argument("--only", nargs="+", default=["*"], metavar="CELL", help="names, with * and ?")
     arguments.add_argument(
-        "--without", nargs="+", default=(), metavar="ENGINE", help="engines that would take too long"
+        "--without", nargs="+", default=(), choices=("stock", *RIVALS), help="engines that would take too long"
     )
     arguments.add_argument("--resume", action="store_true", help="go on behind the cells that the result has")
     arguments.add_argument("--reps", type=int, default=3)

@@ -24,7 +24,7 @@ __all__ = ["both", "browser", "open_tab"]  # fixtures
 
 pytestmark = pytest.mark.browser
 
-SLOW = 25.0  # steps a second: slow enough to see two people being served at once
+SLOW = 5.0  # steps a second: slow enough that no reply ends before a slow browser has shown it
 TABS = ("Chat", "Samples & beams", "Pool", "Pressure", "Memory", "Plots", "Step")
 PHONE = {"width": 390, "height": 844}
 
@@ -84,9 +84,11 @@ def test_two_people_chat_at_once(app: Any, hub: Hub, open_tab: OpenTab) -> None:
     wait_until(lambda: hub.engine.stats().num_running == 2, "both run in one batch", one)
     before = picture(pool_canvas(one))
     wait_until(lambda: picture(pool_canvas(one)) != before, "the pool of the one shows what happens", one)
+    hub.pacer.pause()  # however slow the browsers are, neither reply ends before both have been seen
     for page in (one, other):  # each sees both
         expect(page.locator("#pool .kv-owners button")).to_have_count(2)
         expect(page.locator("#chat .bot").first).not_to_be_empty()
+    hub.pacer.resume()
 
     one.locator("#chat-stop").click()
     wait_until(lambda: hub.engine.stats().num_running == 1, "the one's reply was stopped", one)
@@ -272,7 +274,7 @@ def test_the_memory_of_ragged_prompts(app: Any, hub: Hub, open_tab: OpenTab) -> 
     expect(panels).to_have_count(3)
     wastes = [float(text.split()[0]) for text in panels.locator(".kv-waste").all_inner_texts()]
     assert wastes[-1] < 15 < min(wastes[:-1])
-    hub.pacer.set_speed(5.0)
+    hub.pacer.set_speed(SLOW)
     page.locator("#memory-run").click()  # what was measured before leaves
     expect(page.locator("#memory-summary")).to_contain_text("Running")
     expect(panels.or_(page.locator("#memory-table td"))).to_have_count(0)
@@ -458,7 +460,7 @@ def test_refusals_are_sentences(app: Any, hub: Hub, open_tab: OpenTab) -> None:
 
 
 def test_a_closed_tab_frees_its_blocks(app: Any, hub: Hub, open_tab: OpenTab) -> None:
-    hub.pacer.set_speed(5.0)
+    hub.pacer.set_speed(SLOW)
     page, other = open_tab(app.url), open_tab(app.url)
     say(page, "Nobody had seen the letter before,")
     wait_until(lambda: hub.tickets, "the request runs", page)

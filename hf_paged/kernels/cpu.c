@@ -154,18 +154,21 @@ static __attribute__((noinline)) void attend_tokens(const struct attend *a, stru
   }
 }
 
-/* Sets where the keys of a sequence's tokens `start` on lie, of KEYS at most, before `end`. */
-static void find_keys(const struct attend *a, int64_t sequence, int64_t kv_head, int64_t start, int64_t end,
+/* Sets where the keys of a sequence's tokens `start` on lie, of KEYS at most, before `end`, of each head from one on: in
+   the order in which they lie. */
+static void find_keys(const struct attend *a, int64_t sequence, int64_t kv_head, int heads, int64_t start, int64_t end,
                       const stored **keys) {
   if (start + KEYS < end) end = start + KEYS;
-  for (int64_t run_end; start < end;) {
+  for (int64_t run_end; start < end; start = run_end) {
     run_end = end;
     const stored *own = run_of(a, sequence, kv_head, start, &run_end);
-    if (IS_SCALED) {
-      __builtin_prefetch(scale_of(own, start % a->block_size, a->block_size), 0, 2);
-      __builtin_prefetch(scale_of(own + to_values(a), start % a->block_size, a->block_size), 0, 2);
+    for (int h = 0; h < heads; h++, own += a->block_size * (HEAD_DIM + SCALE_BYTES)) {
+      if (IS_SCALED) {
+        __builtin_prefetch(scale_of(own, start % a->block_size, a->block_size), 0, 2);
+        __builtin_prefetch(scale_of(own + to_values(a), start % a->block_size, a->block_size), 0, 2);
+      }
+      for (int64_t t = 0; t < run_end - start; t++) *keys++ = own + t * HEAD_DIM;
     }
-    for (; start < run_end; start++, own += HEAD_DIM) *keys++ = own;
   }
 }
 
@@ -180,52 +183,60 @@ static void find_scales(const struct attend *a, struct few *few, int64_t start, 
   }
 }
 
-/* `attend_tokens` of a few rows. */
-static void attend_few(const struct attend *a, struct few *few, int rows, int64_t sequence, int64_t kv_head,
-                       int64_t start, int64_t end) {
+/* Sets one head's keys and values of tokens `start` on, before `end`; zeros behind it. */
+static void set_keys(const struct attend *a, struct few *few, int64_t sequence, int64_t kv_head, int64_t start, int64_t end) {
   static const stored none[HEAD_DIM];
-  few_function *const attend_keys_of_few = few_keys_of(few, rows);
-  few->to_values = to_values(a);
-  for (int k = 0; k < KEYS; k++) few->next[k] = none;
-  find_keys(a, sequence, kv_head, start, end, few->next);
+  find_keys(a, sequence, kv_head, 1, start, end, few->keys);
+  for (int64_t k = end - start; k < KEYS; k++) few->keys[k] = none;
+  for (int k = 0; k < KEYS; k++) few->values[k] = few->keys[k] == none ? none : few->keys[k] + to_values(a);
+  if (IS_SCALED) find_scales(a, few, start, end);
+}
+
+/* `attend_tokens` of a few rows of each of some heads. */
+static void attend_few(const struct attend *a, struct few *few, int rows, int64_t sequence, int64_t kv_head, int heads,
+                       int64_t start, int64_t end) {
+  few_function *attend_keys_of_few = NULL;
+  const stored *next[HEADS * KEYS];
+  for (int i = 0; i < HEADS * KEYS; i++) next[i] = a->pool;
+  for (int h = 0; h < heads; h++) attend_keys_of_few = few_keys_of(few + h, rows);
   for (; start < end; start += KEYS) {
-    for (int k = 0; k < KEYS; k++) {
-      const int is_there = start + k < end;
-      few->keys[k] = is_there ? few->next[k] : none;
-      few->values[k] = is_there ? few->next[k] + few->to_values : none;
-    }
-    if (IS_SCALED) find_scales(a, few, start, end);
-    find_keys(a, sequence, kv_head, start + KEYS, end, few->next);
-    attend_keys_of_few(few, start, a->softcap);
+    for (int h = 0; h < heads; h++) set_keys(a, few + h, sequence, kv_head + h, start, end);
+    find_keys(a, sequence, kv_head, heads, start + KEYS, end, next);
+    attend_keys_of_few(few, heads, next, to_values(a), start, a->softcap);
   }
 }
 
-/* As many new tokens of a sequence as a tile has rows for, from its `first` on. What lies before token `begun_to` rows
-   `first_row` on of `begun` have seen, if there is one. */
-static void attend_new(const struct attend *a, int64_t sequence, int64_t first, int64_t kv_head, int64_t first_head,
-                       int64_t heads, const struct tile *begun, int64_t first_row, int64_t begun_to) {
-  const int64_t token = a->query_starts[sequence] + first, num_heads = a->num_kv_heads * a->heads_per_kv;
+/* As many new tokens of a sequence as a tile has rows for, from its `first` on, for `num_heads` key/value heads from one
+   on. What lies before token `begun_to` rows `first_row` on of `begun` have seen, if there is one. */
+static void attend_new(const struct attend *a, int64_t sequence, int64_t first, int64_t kv_head, int num_heads,
+                       int64_t first_head, int64_t heads, const struct tile *begun, int64_t first_row, int64_t begun_to) {
+  const int64_t token = a->query_starts[sequence] + first, all_heads = a->num_kv_heads * a->heads_per_kv;
   const int64_t left = a->query_starts[sequence + 1] - token, most = ROWS / a->heads;
   const int64_t num_new = left < most ? left : most, place = a->seq_lens[sequence] - left, end = place + num_new;
   int64_t start = tile_of(first_seen(a, place));
   if (start < begun_to) start = begun_to;
-  union { struct tile tile; struct few few; } work;
-  const int is_few = num_new * heads <= FEW;
-  if (!is_few) clear_tile(&work.tile, num_new * heads, (const char *)a->pool, to_values(a) * (int64_t)sizeof(stored));
-  for (int64_t r = 0; r < num_new * heads; r++) {
-    const int64_t head = first_head + r % heads, own = place + r / heads, first = first_seen(a, own);
-    const element *query = a->query + (token + r / heads) * a->query_token + head * a->query_head;
-    const float *sink = a->sinks ? a->sinks + head : NULL;
-    if (is_few) add_few(&work.few, r, query, a->scale, first, own + 1, sink, begun, first_row + r);
-    else add_row(&work.tile, r, query, a->scale, first, own + 1, sink, begun, first_row + r);
-    *(is_few ? &work.few.bias[r] : &work.tile.bias[r]) = bias_of(a, head, own);
-  }
-  if (is_few) attend_few(a, &work.few, num_new * heads, sequence, kv_head, start, end);
-  else attend_tokens(a, &work.tile, sequence, kv_head, start, end, first_seen(a, end - 1), place + 1, NULL);
-  for (int64_t r = 0; r < num_new * heads; r++) {
-    element *to = a->output + ((token + r / heads) * num_heads + first_head + r % heads) * VALUE_DIM;
-    if (is_few) take_few(&work.few, r, to);
-    else take_row(&work.tile, r, to);
+  const int64_t rows = num_new * heads;
+  const int is_few = rows <= FEW, at_once = is_few ? num_heads : 1;
+  union { struct tile tile; struct few few[HEADS]; } work;
+  for (int done = 0; done < num_heads; done += at_once) {
+    if (!is_few) clear_tile(&work.tile, rows, (const char *)a->pool, to_values(a) * (int64_t)sizeof(stored));
+    for (int64_t i = 0; i < at_once * rows; i++) {
+      const int64_t h = i / rows, r = i % rows, own = place + r / heads, seen = first_seen(a, own);
+      const int64_t head = first_head + (done + h) * a->heads_per_kv + r % heads;
+      const element *query = a->query + (token + r / heads) * a->query_token + head * a->query_head;
+      const float *sink = a->sinks ? a->sinks + head : NULL;
+      if (is_few) add_few(&work.few[h], r, query, a->scale, seen, own + 1, sink, begun, first_row + r);
+      else add_row(&work.tile, r, query, a->scale, seen, own + 1, sink, begun, first_row + r);
+      *(is_few ? &work.few[h].bias[r] : &work.tile.bias[r]) = bias_of(a, head, own);
+    }
+    if (is_few) attend_few(a, work.few, rows, sequence, kv_head, num_heads, start, end);
+    else attend_tokens(a, &work.tile, sequence, kv_head + done, start, end, first_seen(a, end - 1), place + 1, NULL);
+    for (int64_t i = 0; i < at_once * rows; i++) {
+      const int64_t h = i / rows, r = i % rows, head = first_head + (done + h) * a->heads_per_kv + r % heads;
+      element *to = a->output + ((token + r / heads) * all_heads + head) * VALUE_DIM;
+      if (is_few) take_few(&work.few[h], r, to);
+      else take_row(&work.tile, r, to);
+    }
   }
 }
 
@@ -249,7 +260,7 @@ static void attend_together(const struct attend *a, const int32_t *sequences, in
   struct rest rest = {sequences, num_seqs, shared, shared + most, 0, shared};
   attend_tokens(a, &tile, sequences[0], kv_head, tile_of(start), shared, all_from, shared, &rest);
   for (int64_t i = 0; i < num_seqs; i++)
-    attend_new(a, sequences[i], 0, kv_head, first_head, heads, &tile, i * heads, shared);
+    attend_new(a, sequences[i], 0, kv_head, 1, first_head, heads, &tile, i * heads, shared);
 }
 
 #define MIN_PRODUCTS 65536 /* below, a second thread costs more than it saves */
@@ -258,7 +269,9 @@ int64_t hf_paged_rows(void) { return ROWS; }
 
 void hf_paged_attend(const struct attend *a) {
   const int64_t num_parts = (a->heads_per_kv + a->heads - 1) / a->heads;
-  const int64_t num_tasks = a->num_items * a->num_kv_heads * num_parts, width = a->order ? 3 : 2;
+  int at_once = num_parts == 1 ? HEADS : 1; /* key/value heads of a task, of which each thread should have two */
+  while (at_once > 1 && (a->num_kv_heads % at_once || a->num_items * a->num_kv_heads < 2 * at_once * a->num_threads)) at_once /= 2;
+  const int64_t num_tasks = a->num_items * a->num_kv_heads / at_once * num_parts, width = a->order ? 3 : 2;
   int64_t num_keys = 0; /* of all rows, about */
   for (int64_t i = 0; i < a->num_items; i++) {
     const int32_t *item = a->items + i * width;
@@ -269,11 +282,13 @@ void hf_paged_attend(const struct attend *a) {
 #pragma omp parallel for schedule(dynamic, 1) num_threads(a->num_threads) if (is_large)
   for (int64_t task = 0; task < num_tasks; task++) {
     const int32_t *item = a->items + task % a->num_items * width;
-    const int64_t kv_head = task / a->num_items / num_parts, skipped = task / a->num_items % num_parts * a->heads;
+    const int64_t kv_head = task / a->num_items / num_parts * at_once, skipped = task / a->num_items % num_parts * a->heads;
     const int64_t first_head = kv_head * a->heads_per_kv + skipped, left = a->heads_per_kv - skipped;
     const int64_t heads = left < a->heads ? left : a->heads;
-    if (!a->order) attend_new(a, item[0], item[1], kv_head, first_head, heads, NULL, 0, 0);
-    else if (item[1] == 1) attend_new(a, a->order[item[0]], 0, kv_head, first_head, heads, NULL, 0, 0);
-    else attend_together(a, a->order + item[0], item[1], item[2], kv_head, first_head, heads);
+    if (!a->order) attend_new(a, item[0], item[1], kv_head, at_once, first_head, heads, NULL, 0, 0);
+    else if (item[1] == 1) attend_new(a, a->order[item[0]], 0, kv_head, at_once, first_head, heads, NULL, 0, 0);
+    else
+      for (int h = 0; h < at_once; h++)
+        attend_together(a, a->order + item[0], item[1], item[2], kv_head + h, first_head + h * a->heads_per_kv, heads);
   }
 }

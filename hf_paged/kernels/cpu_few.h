@@ -3,7 +3,8 @@
 
    Needs cpu_tile.h. A lane holds 4 bytes: of bfloat16 a pair of elements, of codes four, which are sums of their own. */
 enum { FEW = 8, PAIR = 4 / sizeof(stored), STEP = LANES * PAIR, PARTS = KEYS / LANES };
-enum { MOST_STEPS = 4 };
+enum { MOST_STEPS = 4, SUMS = LANES < 16 ? 8 : 16 }; /* in registers */
+enum { HEADS = LANES < 16 ? 2 : 1 }; /* read together: memory gives more, the longer a piece of it is (measured on AVX2) */
 enum { KEY_STEPS = (HEAD_DIM + STEP - 1) / STEP, VALUE_STEPS = (VALUE_DIM + STEP - 1) / STEP };
 
 struct few {
@@ -19,8 +20,6 @@ struct few {
   float key_scale[KEYS], value_scale[KEYS];             /* of codes */
   struct by_distance bias[FEW];
   const stored *keys[KEYS], *values[KEYS];              /* of a tile */
-  const stored *next[KEYS];                             /* the next one's keys; their values lie `to_values` behind */
-  int64_t to_values;
 };
 
 #ifdef __clang__
@@ -80,7 +79,7 @@ INLINE vector element_of(vector lanes, const int which) {
 /* The sum of KEYS numbers by halves, or the largest of them. */
 INLINE float folded(const float *from, const int is_sum) {
   vector x[PARTS];
-  memcpy(x, from, sizeof x);
+  EACH(i, PARTS) memcpy(x + i, from + i * LANES, sizeof *x); /* each at once, or they are read in halves */
   _Pragma("GCC unroll 4") for (int half = PARTS / 2; half; half /= 2)
     EACH(i, half) x[i] = is_sum ? x[i] + x[i + half] : choose(x[i] > x[i + half], x[i], x[i + half]);
   _Pragma("GCC unroll 4") for (int n = 1; n < LANES; n *= 2) {
@@ -109,28 +108,70 @@ static inline void take_few(const struct few *few, int64_t r, element *to) {
     to[d] = from_float(few->sum[r][d / STEP][d % PAIR][d % STEP / PAIR] / few->total[r]);
 }
 
-/* Brings a row of the next tile into the second-level cache: blocks lie anywhere, no processor foresees the next. */
-INLINE void fetch(const stored *row) {
-  for (int d = 0; d < HEAD_DIM; d += LINE / (int)sizeof(stored)) __builtin_prefetch(row + d, 0, 2);
+/* Brings a part, number `part` of so many, of KEYS of the next tile's rows into the second-level cache: blocks lie
+   anywhere, no processor foresees the next. */
+INLINE void fetch(const stored *const *next, int64_t behind, const int part, const int parts) {
+  for (int k = part * KEYS / parts; k < (part + 1) * KEYS / parts; k++)
+    for (int d = 0; d < HEAD_DIM; d += LINE / (int)sizeof(stored)) __builtin_prefetch(next[k] + behind + d, 0, 2);
 }
 
-/* Adds products with elements `s * STEP` on, `count` of them, of LANES keys to their scores. */
-INLINE void multiply_few(const struct few *few, const int rows, int p, int s, const int count, vector (*score)[PARTS]) {
-  vector key[LANES];
-  EACH(i, LANES) key[i] = load(few->keys[p * LANES + i] + s * STEP, count);
-  transpose(key);
+/* Elements `s * STEP` on, `count` of them, of LANES keys: as many columns of PAIR elements each. */
+INLINE void columns_of(const stored *const *keys, int s, const int count, vector *column) {
+#if defined(__AVX__) && !defined(__AVX512F__)
+  if (count == STEP) { /* halves of rows come from memory to where they belong, and are not shuffled there */
+    EACH(half, 2) {
+      __m256 row[4], first[2], last[2];
+      EACH(i, 4) {
+        const float *low = (const float *)(keys[i] + s * STEP), *high = (const float *)(keys[i + 4] + s * STEP);
+        row[i] = _mm256_loadu2_m128(high + 4 * half, low + 4 * half);
+      }
+      EACH(i, 2) {
+        first[i] = _mm256_unpacklo_ps(row[2 * i], row[2 * i + 1]);
+        last[i] = _mm256_unpackhi_ps(row[2 * i], row[2 * i + 1]);
+      }
+      column[4 * half] = (vector)_mm256_shuffle_ps(first[0], first[1], 0x44);
+      column[4 * half + 1] = (vector)_mm256_shuffle_ps(first[0], first[1], 0xee);
+      column[4 * half + 2] = (vector)_mm256_shuffle_ps(last[0], last[1], 0x44);
+      column[4 * half + 3] = (vector)_mm256_shuffle_ps(last[0], last[1], 0xee);
+    }
+    return;
+  }
+#endif
+  EACH(i, LANES) column[i] = load(keys[i] + s * STEP, count);
+  transpose(column);
+}
+
+#if defined(__AVX512F__)
+#define EACH_COLUMN(i) EACH(i, LANES)
+#else /* columns go by way of memory: for all of them there are too few registers */
+#define EACH_COLUMN(i) _Pragma("GCC unroll 1") for (int i = 0; i < LANES; i++)
+#endif
+
+/* Adds products with elements `s * STEP` on, `count` of them, to the scores of LANES keys each of `parts` parts, from part
+   `p` on. */
+INLINE void multiply_few(const struct few *few, const int rows, int p, const int parts, int s, const int count,
+                         vector (*score)[PARTS]) {
+  vector key[LANES][PARTS], sum[FEW][PARTS];
+  for (int q = 0; q < parts; q++) {
+    vector column[LANES];
+    columns_of(few->keys + (p + q) * LANES, s, count, column);
+    EACH(i, LANES) key[i][q] = column[i];
+  }
+  if (parts > 1) __asm__ volatile("" ::: "memory"); /* or both loops are merged, and sums leave their registers */
+  EACH(r, rows) EACH(q, parts) sum[r][q] = score[r][p + q];
 #if IS_BY_PAIRS
   EACH(i, LANES) EACH(r, rows) {
     int32_t pair;
     memcpy(&pair, few->pairs[r] + s * STEP + 2 * i, sizeof pair);
-    score[r][p] = multiply_pairs((numbers){0} + pair, (numbers)key[i], score[r][p]);
+    EACH(q, parts) sum[r][q] = multiply_pairs((numbers){0} + pair, (numbers)key[i][q], sum[r][q]);
   }
 #else
-  EACH(i, LANES) EACH(which, PAIR) {
-    const vector own = element_of(key[i], which);
-    EACH(r, rows) score[r][p] = multiply_add(few->query[r][s * STEP + i * PAIR + which], own, score[r][p]);
+  EACH_COLUMN(i) EACH(which, PAIR) EACH(q, parts) {
+    const vector own = element_of(key[i][q], which);
+    EACH(r, rows) sum[r][q] = multiply_add(few->query[r][s * STEP + i * PAIR + which], own, sum[r][q]);
   }
 #endif
+  EACH(r, rows) EACH(q, parts) score[r][p + q] = sum[r][q];
 }
 
 #if IS_BY_PAIRS
@@ -142,18 +183,20 @@ INLINE numbers both_of(vector first, vector second, const int which) {
 #endif
 
 /* Adds up to STEP elements of the values, `steps` times, from step `s` on: of their fours, `at_once` from `first` on.
-   Of the next tile's, every `every`-th is fetched, from the one numbered `pass` on: memory is busy all the time. */
+   As pass number `pass` of so many, it fetches its part of what is next: memory is busy all the time. */
 INLINE void add_some(struct few *few, const int rows, int s, const int steps, const int count, const int first,
-                     const int at_once, float (*weight)[KEYS], const float *factor, const int pass, const int every) {
+                     const int at_once, float (*weight)[KEYS], const float *factor, const stored *const *next,
+                     int64_t to_values, const int pass, const int passes) {
   vector sum[FEW][MOST_STEPS][PAIR]; /* of constant sizes, or they would not stay in registers */
   EACH(r, rows) EACH(i, steps) EACH(w, at_once) sum[r][i][w] = few->sum[r][s + i][first + w] * factor[r];
-  for (int k = 0; k < KEYS; k += TOKENS) {
+  _Pragma("GCC unroll 4") for (int k = 0; k < KEYS; k += TOKENS) {
+    if (k % 4 == 0 && first == 0) fetch(next, to_values, pass * (KEYS / 4) + k / 4, passes * (KEYS / 4));
     EACH(i, steps) {
       const vector value = load(few->values[k] + (s + i) * STEP, count);
 #if IS_BY_PAIRS
-      const vector next = load(few->values[k + 1] + (s + i) * STEP, count);
+      const vector other = load(few->values[k + 1] + (s + i) * STEP, count);
       EACH(w, at_once) {
-        const numbers own = both_of(value, next, first + w);
+        const numbers own = both_of(value, other, first + w);
         EACH(r, rows) {
           int32_t pair;
           memcpy(&pair, few->weights[r] + k, sizeof pair);
@@ -167,17 +210,17 @@ INLINE void add_some(struct few *few, const int rows, int s, const int steps, co
       }
 #endif
     }
-    EACH(t, TOKENS) if ((k + t) % every == pass) fetch(few->next[k + t] + few->to_values);
   }
   EACH(r, rows) EACH(i, steps) EACH(w, at_once) few->sum[r][s + i][first + w] = sum[r][i][w];
 }
 
 /* All of them: as many at once as there are registers for. */
 INLINE void add_values(struct few *few, const int rows, int s, const int steps, const int count, float (*weight)[KEYS],
-                       const float *factor, const int pass, const int every) {
-  const int at_once = rows * PAIR > 16 ? 16 / rows : PAIR;
+                       const float *factor, const stored *const *next, int64_t to_values, const int pass,
+                       const int passes) {
+  const int at_once = rows * PAIR > SUMS ? SUMS / rows : PAIR;
   EACH(part, PAIR / at_once)
-    add_some(few, rows, s, steps, count, part * at_once, at_once, weight, factor, part ? every : pass, every);
+    add_some(few, rows, s, steps, count, part * at_once, at_once, weight, factor, next, to_values, pass, passes);
 }
 
 /* Scores of one row's keys to weights. */
@@ -197,20 +240,8 @@ INLINE float weigh_few(struct few *few, int r, float *row, int64_t start, float 
   return factor;
 }
 
-/* The tile of keys and values that is set, of which token `start` is the first. */
-INLINE void attend_few_keys(struct few *few, const int rows, int64_t start, float softcap) {
-  vector score[FEW][PARTS];
-  float weight[FEW][KEYS] __attribute__((aligned(64))), factor[FEW];
-  EACH(r, rows) EACH(p, PARTS) score[r][p] = (vector){0};
-  int k = 0;
-  for (int p = 0; p < PARTS; p++)
-    for (int s = 0; s < KEY_STEPS; s++) {
-      for (; k < (p * KEY_STEPS + s + 1) * KEYS / (PARTS * KEY_STEPS); k++) fetch(few->next[k]);
-      if (HEAD_DIM % STEP == 0 || s < KEY_STEPS - 1) multiply_few(few, rows, p, s, STEP, score);
-      else multiply_few(few, rows, p, s, HEAD_DIM % STEP, score);
-    }
-  if (IS_BY_PAIRS) EACH(r, rows) EACH(p, PARTS) score[r][p] *= few->scale;
-  memcpy(weight, score, rows * sizeof weight[0]);
+/* Scores of the tile's keys to weights, of which token `start` is the first, and to what sums so far are multiplied by. */
+INLINE void weigh_tile(struct few *few, const int rows, int64_t start, float softcap, float (*weight)[KEYS], float *factor) {
   for (int r = 0; r < rows; r++) {
     if (IS_SCALED)
       for (int k = 0; k < KEYS; k++) weight[r][k] *= few->key_scale[k];
@@ -226,19 +257,47 @@ INLINE void attend_few_keys(struct few *few, const int rows, int64_t start, floa
     }
 #endif
   }
-  enum { WHOLE = VALUE_DIM / STEP };
-  const int most = rows > 4 || rows * PAIR > 8 ? 1 : rows * PAIR > 2 ? 2 : 4, steps = most < WHOLE ? most : WHOLE ? WHOLE : 1;
-  const int passes = WHOLE ? WHOLE / steps : 1;
-  int s = 0;
-  for (; s + steps <= WHOLE; s += steps) add_values(few, rows, s, steps, STEP, weight, factor, s / steps, passes);
-  for (; s < WHOLE; s++) add_values(few, rows, s, 1, STEP, weight, factor, passes, passes);
-  if (VALUE_DIM % STEP) add_values(few, rows, s, 1, VALUE_DIM % STEP, weight, factor, WHOLE ? passes : 0, passes);
 }
 
-typedef void few_function(struct few *, int64_t, float);
+/* The tile of keys and values that is set for so many heads, of which token `start` is the first: scores of all, then all
+   sums, as keys and values lie apart. `next`: the next tile's keys [heads * KEYS] in the order in which they lie. */
+INLINE void attend_few_keys(struct few *few, const int rows, int heads, const stored *const *next, int64_t to_values,
+                            int64_t start, float softcap) {
+  float weight[HEADS][FEW][KEYS] __attribute__((aligned(64))), factor[HEADS][FEW];
+  const int parts = LANES == 16 || rows == 8 ? 1 : 8 / rows < PARTS ? 8 / rows : PARTS; /* whose sums are in registers */
+  for (int h = 0; h < heads; h++) {
+    vector score[FEW][PARTS];
+    EACH(r, rows) EACH(p, PARTS) score[r][p] = (vector){0};
+    for (int p = 0; p < PARTS; p += parts)
+      for (int s = 0; s < KEY_STEPS; s++) {
+        fetch(next + h * KEYS, 0, p / parts * KEY_STEPS + s, PARTS / parts * KEY_STEPS);
+        if (HEAD_DIM % STEP == 0 || s < KEY_STEPS - 1) multiply_few(few + h, rows, p, parts, s, STEP, score);
+        else multiply_few(few + h, rows, p, parts, s, HEAD_DIM % STEP, score);
+      }
+    if (IS_BY_PAIRS) EACH(r, rows) EACH(p, PARTS) score[r][p] *= few[h].scale;
+    EACH(r, rows) EACH(p, PARTS) memcpy(weight[h][r] + p * LANES, &score[r][p], sizeof(vector));
+    weigh_tile(few + h, rows, start, softcap, weight[h], factor[h]);
+  }
+  enum { WHOLE = VALUE_DIM / STEP, REST = VALUE_DIM % STEP };
+  const int fit = LANES < 16 ? SUMS / (rows * PAIR) : rows > 4 || rows * PAIR > 8 ? 1 : rows * PAIR > 2 ? 2 : 4;
+  const int most = fit < 1 ? 1 : fit < MOST_STEPS ? fit : MOST_STEPS, steps = most < WHOLE ? most : WHOLE ? WHOLE : 1;
+  const int passes = WHOLE / steps + WHOLE % steps + (REST > 0);
+#define ADD(s, steps, count, pass) \
+  add_values(few + h, rows, s, steps, count, weight[h], factor[h], next + h * KEYS, to_values, pass, passes)
+  for (int h = 0; h < heads; h++) {
+    int s = 0, pass = 0;
+    for (; s + steps <= WHOLE; s += steps) ADD(s, steps, STEP, pass++);
+    for (; s < WHOLE; s++) ADD(s, 1, STEP, pass++);
+    if (REST) ADD(s, 1, REST, pass);
+  }
+#undef ADD
+}
+
+typedef void few_function(struct few *, int, const stored *const *, int64_t, int64_t, float);
 #define OF_ROWS(n)                                                                                                     \
-  static void attend_few_keys##n(struct few *few, int64_t start, float softcap) {                                      \
-    attend_few_keys(few, n, start, softcap);                                                                           \
+  static void attend_few_keys##n(struct few *few, int heads, const stored *const *next, int64_t to_values,             \
+                                 int64_t start, float softcap) {                                                       \
+    attend_few_keys(few, n, heads, next, to_values, start, softcap);                                                   \
   }
 OF_ROWS(1) OF_ROWS(2) OF_ROWS(4) OF_ROWS(8)
 

@@ -141,7 +141,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "head_dim": (16, 5, 72, 80, 100, 256),
     "block_size": (1, 3, 16, 32),
     "queries_per_kv": (1, 2, 7, 12),
-    "num_kv_heads": (1, 3),
+    "num_kv_heads": (1, 3, 4),
     "window": (None, 1, 5, 33),
     "softcap": (None, 50.0, 0.5),
     "sinks": (None, "float32", "the model's"),
@@ -370,7 +370,7 @@ def test_the_output_argument_of_the_reference() -> None:
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_threads_change_nothing(dtype: torch.dtype) -> None:
-    batch = Batch(mix="lengths", dtype=dtype, num_kv_heads=3, queries_per_kv=7, block_size=16)
+    batch = Batch(mix="lengths", dtype=dtype, num_kv_heads=4, queries_per_kv=7, block_size=16)
     alone = batch.decode(batch.clean)
     with threads(2):
         for _ in range(5):

@@ -154,8 +154,8 @@ static __attribute__((noinline)) void attend_tokens(const struct attend *a, stru
   }
 }
 
-/* Sets where the keys of a sequence's tokens `start` on lie, of KEYS at most, before `end`, of each head from one on: in
-   the order in which they lie. */
+/* Sets where the keys of a sequence's tokens `start` on lie, of KEYS at most, before `end`: in the order in which they lie,
+   of each run in a block head by head, from one on. */
 static void find_keys(const struct attend *a, int64_t sequence, int64_t kv_head, int heads, int64_t start, int64_t end,
                       const stored **keys) {
   if (start + KEYS < end) end = start + KEYS;
@@ -163,7 +163,7 @@ static void find_keys(const struct attend *a, int64_t sequence, int64_t kv_head,
     run_end = end;
     const stored *own = run_of(a, sequence, kv_head, start, &run_end);
     for (int h = 0; h < heads; h++, own += a->block_size * (HEAD_DIM + SCALE_BYTES)) {
-      if (IS_SCALED) {
+      if (IS_SCALED) { /* of the next tile; this one's are read at once */
         __builtin_prefetch(scale_of(own, start % a->block_size, a->block_size), 0, 2);
         __builtin_prefetch(scale_of(own + to_values(a), start % a->block_size, a->block_size), 0, 2);
       }
@@ -197,7 +197,7 @@ static void attend_few(const struct attend *a, struct few *few, int rows, int64_
                        int64_t start, int64_t end) {
   few_function *attend_keys_of_few = NULL;
   const stored *next[HEADS * KEYS];
-  for (int i = 0; i < HEADS * KEYS; i++) next[i] = a->pool;
+  for (int i = 0; i < HEADS * KEYS; i++) next[i] = a->pool; /* anywhere: they are only fetched */
   for (int h = 0; h < heads; h++) attend_keys_of_few = few_keys_of(few + h, rows);
   for (; start < end; start += KEYS) {
     for (int h = 0; h < heads; h++) set_keys(a, few + h, sequence, kv_head + h, start, end);
@@ -206,19 +206,19 @@ static void attend_few(const struct attend *a, struct few *few, int rows, int64_
   }
 }
 
-/* As many new tokens of a sequence as a tile has rows for, from its `first` on, for `num_heads` key/value heads from one
+/* As many new tokens of a sequence as a tile has rows for, from its `first` on, for `kv_heads` key/value heads from one
    on. What lies before token `begun_to` rows `first_row` on of `begun` have seen, if there is one. */
-static void attend_new(const struct attend *a, int64_t sequence, int64_t first, int64_t kv_head, int num_heads,
+static void attend_new(const struct attend *a, int64_t sequence, int64_t first, int64_t kv_head, int kv_heads,
                        int64_t first_head, int64_t heads, const struct tile *begun, int64_t first_row, int64_t begun_to) {
-  const int64_t token = a->query_starts[sequence] + first, all_heads = a->num_kv_heads * a->heads_per_kv;
+  const int64_t token = a->query_starts[sequence] + first, num_heads = a->num_kv_heads * a->heads_per_kv;
   const int64_t left = a->query_starts[sequence + 1] - token, most = ROWS / a->heads;
   const int64_t num_new = left < most ? left : most, place = a->seq_lens[sequence] - left, end = place + num_new;
   int64_t start = tile_of(first_seen(a, place));
   if (start < begun_to) start = begun_to;
   const int64_t rows = num_new * heads;
-  const int is_few = rows <= FEW, at_once = is_few ? num_heads : 1;
+  const int is_few = rows <= FEW, at_once = is_few ? kv_heads : 1;
   union { struct tile tile; struct few few[HEADS]; } work;
-  for (int done = 0; done < num_heads; done += at_once) {
+  for (int done = 0; done < kv_heads; done += at_once) {
     if (!is_few) clear_tile(&work.tile, rows, (const char *)a->pool, to_values(a) * (int64_t)sizeof(stored));
     for (int64_t i = 0; i < at_once * rows; i++) {
       const int64_t h = i / rows, r = i % rows, own = place + r / heads, seen = first_seen(a, own);
@@ -229,11 +229,11 @@ static void attend_new(const struct attend *a, int64_t sequence, int64_t first, 
       else add_row(&work.tile, r, query, a->scale, seen, own + 1, sink, begun, first_row + r);
       *(is_few ? &work.few[h].bias[r] : &work.tile.bias[r]) = bias_of(a, head, own);
     }
-    if (is_few) attend_few(a, work.few, rows, sequence, kv_head, num_heads, start, end);
+    if (is_few) attend_few(a, work.few, rows, sequence, kv_head + done, at_once, start, end);
     else attend_tokens(a, &work.tile, sequence, kv_head + done, start, end, first_seen(a, end - 1), place + 1, NULL);
     for (int64_t i = 0; i < at_once * rows; i++) {
       const int64_t h = i / rows, r = i % rows, head = first_head + (done + h) * a->heads_per_kv + r % heads;
-      element *to = a->output + ((token + r / heads) * all_heads + head) * VALUE_DIM;
+      element *to = a->output + ((token + r / heads) * num_heads + head) * VALUE_DIM;
       if (is_few) take_few(&work.few[h], r, to);
       else take_row(&work.tile, r, to);
     }
@@ -269,16 +269,20 @@ int64_t hf_paged_rows(void) { return ROWS; }
 
 void hf_paged_attend(const struct attend *a) {
   const int64_t num_parts = (a->heads_per_kv + a->heads - 1) / a->heads;
-  int at_once = num_parts == 1 ? HEADS : 1; /* key/value heads of a task, of which each thread should have two */
-  while (at_once > 1 && (a->num_kv_heads % at_once || a->num_items * a->num_kv_heads < 2 * at_once * a->num_threads)) at_once /= 2;
-  const int64_t num_tasks = a->num_items * a->num_kv_heads / at_once * num_parts, width = a->order ? 3 : 2;
-  int64_t num_keys = 0; /* of all rows, about */
+  const int64_t width = a->order ? 3 : 2;
+  int64_t num_keys = 0, most_keys = 0; /* of all rows, about, and of one item's */
   for (int64_t i = 0; i < a->num_items; i++) {
     const int32_t *item = a->items + i * width;
     const int64_t length = a->seq_lens[a->order ? a->order[item[0]] : item[0]];
-    num_keys += (length - first_seen(a, length - 1)) * (a->order ? item[1] : 1);
+    const int64_t own = (length - first_seen(a, length - 1)) * (a->order ? item[1] : 1);
+    num_keys += own, most_keys = own > most_keys ? own : most_keys;
   }
   const int is_large = num_keys * a->num_kv_heads * a->heads_per_kv * HEAD_DIM >= MIN_PRODUCTS;
+  /* Key/value heads of a task. Threads that share the tasks out shall have two of the largest each. */
+  int at_once = a->heads_per_kv <= FEW && num_parts == 1 ? HEADS : 1;
+  const int64_t least = is_large && a->num_threads > 1 ? 2 * a->num_threads * most_keys : 0;
+  while (at_once > 1 && (a->num_kv_heads % at_once || num_keys * a->num_kv_heads < least * at_once)) at_once /= 2;
+  const int64_t num_tasks = a->num_items * a->num_kv_heads / at_once * num_parts;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(a->num_threads) if (is_large)
   for (int64_t task = 0; task < num_tasks; task++) {
     const int32_t *item = a->items + task % a->num_items * width;

@@ -3,8 +3,9 @@
 
    Needs cpu_tile.h. A lane holds 4 bytes: of bfloat16 a pair of elements, of codes four, which are sums of their own. */
 enum { FEW = 8, PAIR = 4 / sizeof(stored), STEP = LANES * PAIR, PARTS = KEYS / LANES };
-enum { MOST_STEPS = 4, SUMS = LANES < 16 ? 8 : 16 }; /* in registers */
-enum { HEADS = LANES < 16 ? 2 : 1 }; /* read together: memory gives more, the longer a piece of it is (measured on AVX2) */
+enum { MOST_STEPS = 4, SUMS = LANES < 16 ? 8 : 16 }; /* that registers hold at once */
+/* Key/value heads that are read together: memory gives more, the longer a piece of it is (measured on AVX2). */
+enum { HEADS = LANES < 16 && !IS_LATENT ? 2 : 1 };
 enum { KEY_STEPS = (HEAD_DIM + STEP - 1) / STEP, VALUE_STEPS = (VALUE_DIM + STEP - 1) / STEP };
 
 struct few {
@@ -109,7 +110,7 @@ static inline void take_few(const struct few *few, int64_t r, element *to) {
 }
 
 /* Brings a part, number `part` of so many, of KEYS of the next tile's rows into the second-level cache: blocks lie
-   anywhere, no processor foresees the next. */
+   anywhere, no processor foresees the next. `behind`: from keys, to keys or to values. */
 INLINE void fetch(const stored *const *next, int64_t behind, const int part, const int parts) {
   for (int k = part * KEYS / parts; k < (part + 1) * KEYS / parts; k++)
     for (int d = 0; d < HEAD_DIM; d += LINE / (int)sizeof(stored)) __builtin_prefetch(next[k] + behind + d, 0, 2);
@@ -123,7 +124,8 @@ INLINE void columns_of(const stored *const *keys, int s, const int count, vector
       __m256 row[4], first[2], last[2];
       EACH(i, 4) {
         const float *low = (const float *)(keys[i] + s * STEP), *high = (const float *)(keys[i + 4] + s * STEP);
-        row[i] = _mm256_loadu2_m128(high + 4 * half, low + 4 * half);
+        row[i] = _mm256_castps128_ps256(_mm_loadu_ps(low + 4 * half));
+        row[i] = _mm256_insertf128_ps(row[i], _mm_loadu_ps(high + 4 * half), 1);
       }
       EACH(i, 2) {
         first[i] = _mm256_unpacklo_ps(row[2 * i], row[2 * i + 1]);
@@ -157,7 +159,7 @@ INLINE void multiply_few(const struct few *few, const int rows, int p, const int
     columns_of(few->keys + (p + q) * LANES, s, count, column);
     EACH(i, LANES) key[i][q] = column[i];
   }
-  if (parts > 1) __asm__ volatile("" ::: "memory"); /* or both loops are merged, and sums leave their registers */
+  if (parts > 1) __asm__ volatile("" ::: "memory"); /* or the loops above and below are merged, and sums leave their registers */
   EACH(r, rows) EACH(q, parts) sum[r][q] = score[r][p + q];
 #if IS_BY_PAIRS
   EACH(i, LANES) EACH(r, rows) {
@@ -260,11 +262,11 @@ INLINE void weigh_tile(struct few *few, const int rows, int64_t start, float sof
 }
 
 /* The tile of keys and values that is set for so many heads, of which token `start` is the first: scores of all, then all
-   sums, as keys and values lie apart. `next`: the next tile's keys [heads * KEYS] in the order in which they lie. */
+   sums, for keys of all heads lie together, and values elsewhere. `next`: the next tile's keys [heads * KEYS] in the order in which they lie. */
 INLINE void attend_few_keys(struct few *few, const int rows, int heads, const stored *const *next, int64_t to_values,
                             int64_t start, float softcap) {
   float weight[HEADS][FEW][KEYS] __attribute__((aligned(64))), factor[HEADS][FEW];
-  const int parts = LANES == 16 || rows == 8 ? 1 : 8 / rows < PARTS ? 8 / rows : PARTS; /* whose sums are in registers */
+  const int parts = LANES == 16 || rows >= SUMS ? 1 : SUMS / rows < PARTS ? SUMS / rows : PARTS;
   for (int h = 0; h < heads; h++) {
     vector score[FEW][PARTS];
     EACH(r, rows) EACH(p, PARTS) score[r][p] = (vector){0};

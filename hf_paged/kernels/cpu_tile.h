@@ -12,7 +12,7 @@
    bfloat16, after their sum was taken unrounded.
 
    Needs cpu_stored.h, HEAD_DIM and VALUE_DIM. */
-#if defined(__FMA__)
+#if defined(__AVX__)
 #include <immintrin.h>
 #endif
 #if defined(__AVX512F__)

@@ -368,12 +368,15 @@ def test_the_output_argument_of_the_reference() -> None:
         assert error_of(output[num:], batch.expected()[num:]) < 1e-6
 
 
+@pytest.mark.parametrize(("size", "others"), [(16, {}), (1, {"window": 33}), (64, {"head_dim": 80})])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_threads_change_nothing(dtype: torch.dtype) -> None:
-    batch = Batch(mix="lengths", dtype=dtype, num_kv_heads=4, queries_per_kv=7, block_size=16)
-    alone = batch.decode(batch.clean)
-    with threads(2):
-        for _ in range(5):
+def test_threads_change_nothing(dtype: torch.dtype, size: int, others: dict[str, Any]) -> None:
+    """Nor do the heads that one of them reads at once: several, unless there are many threads."""
+    batch = Batch(mix="lengths", dtype=dtype, num_kv_heads=4, queries_per_kv=7, block_size=size, **others)
+    with threads(1):
+        alone = batch.decode(batch.clean)
+    for number in (2, 2, 2, 16):
+        with threads(number):
             assert same_bits(batch.decode(batch.clean), alone)
 
 
@@ -761,6 +764,7 @@ def test_a_compiler_that_knows_no_products_of_pairs(
     monkeypatch.setenv("CC", compiler(tmp_path / "bin", script))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     assert isinstance(cpu.load(BF16, 16), cpu.CPUKernels)
     assert isinstance(cpu_linear.load.__wrapped__(BF16), cpu_linear.CPULinear)
     assert "cpu.c is compiled without products of pairs: what is -mavx512bf16?" in caplog.text

@@ -119,11 +119,13 @@ def _of_layers(core: EngineCore) -> list[Detour]:
         Detour("layers", f"{name} computes rows of one length after the other: {why}")
         for name, why in bound.mixers_by_part.items()
     ]
+    if bound.placement[1].type != "cpu":
+        return found
     linears = [module for module in core.model.modules() if isinstance(module, nn.Linear | Conv1D)]
     why = cpu_linear.load(bound.placement[0])
     if isinstance(why, str) and linears:
         return [*found, Detour("linear layers", f"torch multiplies: our kernel {why}")]
-    reasons = Counter(_why_left(module) for module in linears if bound.placement[1].type == "cpu")
+    reasons = Counter(map(_why_left, linears))
     del reasons[""]
     return found + [Detour("linear layers", f"{count} of {len(linears)} {why}") for why, count in reasons.items()]
 

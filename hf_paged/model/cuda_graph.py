@@ -158,7 +158,8 @@ class StepGraphs:
             shape = min(larger, default=shape)
         recording = self._recordings.get(shape)
         if recording is None:
-            return (self.reason if shape.is_decode else self.why_no_others) or "there was no memory to record it"
+            why = f"there was no memory to record one of {shape.tokens} tokens"
+            return (self.reason if shape.is_decode else self.why_no_others) or why
         self._inputs[shape].fill(step)
         recording.replay()
         num_wanted = max(1, len(step.wanted))

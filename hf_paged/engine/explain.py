@@ -119,7 +119,7 @@ def _of_layers(core: EngineCore) -> list[Detour]:
         Detour("layers", f"{name} computes rows of one length after the other: {why}")
         for name, why in bound.mixers_by_part.items()
     ]
-    if bound.placement[1].type != "cpu":
+    if bound.placement[1].type != "cpu":  # where torch's products are the fast way
         return found
     linears = [module for module in core.model.modules() if isinstance(module, nn.Linear | Conv1D)]
     why = cpu_linear.load(bound.placement[0])

@@ -270,16 +270,19 @@ int64_t hf_paged_rows(void) { return ROWS; }
 void hf_paged_attend(const struct attend *a) {
   const int64_t num_parts = (a->heads_per_kv + a->heads - 1) / a->heads;
   const int64_t width = a->order ? 3 : 2;
-  int64_t num_keys = 0, most_keys = 0; /* of all rows, about, and of one item's */
+  int64_t num_keys = 0, most_keys = 0; /* of all rows, about; of the largest item */
+  int has_few = 0;
   for (int64_t i = 0; i < a->num_items; i++) {
     const int32_t *item = a->items + i * width;
-    const int64_t length = a->seq_lens[a->order ? a->order[item[0]] : item[0]];
+    const int64_t sequence = a->order ? a->order[item[0]] : item[0], length = a->seq_lens[sequence];
     const int64_t own = (length - first_seen(a, length - 1)) * (a->order ? item[1] : 1);
+    const int64_t left = a->query_starts[sequence + 1] - a->query_starts[sequence] - item[1];
+    has_few |= (a->order ? item[1] : left) * a->heads_per_kv <= FEW;
     num_keys += own, most_keys = own > most_keys ? own : most_keys;
   }
   const int is_large = num_keys * a->num_kv_heads * a->heads_per_kv * HEAD_DIM >= MIN_PRODUCTS;
-  /* Key/value heads of a task. Threads that share the tasks out shall have two of the largest each. */
-  int at_once = a->heads_per_kv <= FEW && num_parts == 1 ? HEADS : 1;
+  /* Key/value heads of a task: as many as leave each thread work for two of the largest tasks. */
+  int at_once = has_few && num_parts == 1 ? HEADS : 1;
   const int64_t least = is_large && a->num_threads > 1 ? 2 * a->num_threads * most_keys : 0;
   while (at_once > 1 && (a->num_kv_heads % at_once || num_keys * a->num_kv_heads < least * at_once)) at_once /= 2;
   const int64_t num_tasks = a->num_items * a->num_kv_heads / at_once * num_parts;

@@ -262,7 +262,8 @@ INLINE void weigh_tile(struct few *few, const int rows, int64_t start, float sof
 }
 
 /* The tile of keys and values that is set for so many heads, of which token `start` is the first: scores of all, then all
-   sums, for keys of all heads lie together, and values elsewhere. `next`: the next tile's keys [heads * KEYS] in the order in which they lie. */
+   sums, for keys of all heads lie together, and values elsewhere. `next`: the next tile's keys [heads * KEYS] in the order
+   in which they lie. */
 INLINE void attend_few_keys(struct few *few, const int rows, int heads, const stored *const *next, int64_t to_values,
                             int64_t start, float softcap) {
   float weight[HEADS][FEW][KEYS] __attribute__((aligned(64))), factor[HEADS][FEW];

@@ -158,7 +158,7 @@ class StepGraphs:
             shape = min(larger, default=shape)
         recording = self._recordings.get(shape)
         if recording is None:
-            why = f"there was no memory to record one of {shape.tokens} tokens"
+            why = f"there was no memory for a graph of {shape.tokens} tokens"
             return (self.reason if shape.is_decode else self.why_no_others) or why
         self._inputs[shape].fill(step)
         recording.replay()

@@ -84,10 +84,11 @@ def test_two_people_chat_at_once(app: Any, hub: Hub, open_tab: OpenTab) -> None:
     wait_until(lambda: hub.engine.stats().num_running == 2, "both run in one batch", one)
     before = picture(pool_canvas(one))
     wait_until(lambda: picture(pool_canvas(one)) != before, "the pool of the one shows what happens", one)
+    for page in (one, other):
+        expect(page.locator("#chat .bot").first).not_to_be_empty()
     hub.pacer.pause()  # however slow the browsers are, neither reply ends before both have been seen
     for page in (one, other):  # each sees both
         expect(page.locator("#pool .kv-owners button")).to_have_count(2)
-        expect(page.locator("#chat .bot").first).not_to_be_empty()
     hub.pacer.resume()
 
     one.locator("#chat-stop").click()

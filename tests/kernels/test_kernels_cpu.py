@@ -369,13 +369,14 @@ def test_the_output_argument_of_the_reference() -> None:
 
 
 @pytest.mark.parametrize(("size", "others"), [(16, {}), (1, {"window": 33}), (64, {"head_dim": 80})])
+@pytest.mark.parametrize("num_kv_heads", [3, 4])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_threads_change_nothing(dtype: torch.dtype, size: int, others: dict[str, Any]) -> None:
-    """Nor do the heads that one of them reads at once: several, unless there are many threads."""
-    batch = Batch(mix="lengths", dtype=dtype, num_kv_heads=4, queries_per_kv=7, block_size=size, **others)
+def test_threads_change_nothing(dtype: torch.dtype, num_kv_heads: int, size: int, others: dict[str, Any]) -> None:
+    """Nor do the heads that one of them reads at once: with AVX2 two of an even number, if threads are few."""
+    batch = Batch(mix="lengths", dtype=dtype, num_kv_heads=num_kv_heads, queries_per_kv=7, block_size=size, **others)
     with threads(1):
         alone = batch.decode(batch.clean)
-    for number in (2, 2, 2, 16):
+    for number in (2, 2, 2, 2, 2, 16):
         with threads(number):
             assert same_bits(batch.decode(batch.clean), alone)
 

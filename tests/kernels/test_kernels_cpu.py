@@ -522,7 +522,7 @@ def test_sinks() -> None:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that were called, and took what they were given."""
     for dtype in (F32, BF16):
-        cpu.load(dtype, 16, None)  # which tries them
+        cpu.load(dtype, 16, None, dtype)  # which tries them
     names: list[str] = []
 
     attend, write = cpu.StepCalls.attend, cpu.StepCalls.write

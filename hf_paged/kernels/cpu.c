@@ -163,7 +163,7 @@ static void find_keys(const struct attend *a, int64_t sequence, int64_t kv_head,
     run_end = end;
     const stored *own = run_of(a, sequence, kv_head, start, &run_end);
     for (int h = 0; h < heads; h++, own += a->block_size * (HEAD_DIM + SCALE_BYTES)) {
-      if (IS_SCALED) { /* of the next tile; this one's are read at once */
+      if (IS_SCALED) { /* of use before the next tile alone: this one's are read at once */
         __builtin_prefetch(scale_of(own, start % a->block_size, a->block_size), 0, 2);
         __builtin_prefetch(scale_of(own + to_values(a), start % a->block_size, a->block_size), 0, 2);
       }

@@ -123,7 +123,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
     ids = random_ids(2, 7).to(CUDA)
     model.generate(ids, **GREEDY)
     assert len(whole(model)) == 2
-    assert "linear layers" not in [detour.what for detour in model.paged.explain()], "of a kernel for CPUs"
+    assert "linear layers" not in [detour.what for detour in model.paged.explain()], "a kernel for CPUs"
     model.generate(ids, **GREEDY | {"max_new_tokens": 1})
     step = {"past_key_values": hf_paged.PagedCache(model), "use_cache": True}
     with torch.no_grad():

@@ -27,12 +27,15 @@ from transformers.utils import logging as transformers_logging
 
 import hf_paged
 from helpers.models import build
-from helpers.pairs import MakePair, Pair
+from helpers.pairs import MakePair, Pair, Trials
 from helpers.waiting import what_threads_do
+from hf_paged.api import support
 from hf_paged.engine.draft_budget import RowBudget
 
 # The models are tiny: a second thread only waits for the first.
 torch.set_num_threads(1)
+
+TRIALS = support.probe = Trials()
 
 if find_spec("hypothesis"):  # tests on a GPU do without it
     from hypothesis import HealthCheck, settings
@@ -65,8 +68,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", "timeout(seconds): not kept here")
 
 
-def pytest_sessionstart(session: pytest.Session) -> None:
-    # What the imports left (transformers: a million objects) never dies; unfrozen, every gc.collect() walks over it.
+def pytest_collection_finish(session: pytest.Session) -> None:
+    # What the imports left (transformers: a million objects) never dies, nor do thousands of tests; unfrozen, every
+    # gc.collect() walks over all of them.
     gc.collect()
     gc.freeze()
 
@@ -108,6 +112,12 @@ def pytest_runtest_makereport(
     if isinstance(error, pytest.fail.Exception) and str(error).startswith("Timeout"):
         report.sections.append(("Threads", what_threads_do()))
     return report
+
+
+@pytest.fixture
+def own_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test's architectures are tried anew, whatever tests before it have found."""
+    monkeypatch.setattr(support, "probe", TRIALS.probe)
 
 
 @pytest.fixture

@@ -47,6 +47,7 @@ def test_greedy_ragged_batch(make_pair: MakePair, name: str) -> None:
     pair = make_pair(name)
     traits, row = pair.engine.traits, MODELS[name]
     assert (traits.runs_packed, traits.is_batched) == (row.runs_packed, row.is_batched)
+    assert any(layer and layer.window and not layer.chunk for layer in traits.layers) == row.has_windows
     expected, _ = pair.generate(**ragged_batch(), max_new_tokens=NEW, output_logits=True, return_dict_in_generate=True)
     del _
     assert pair.delta["num_steps"] >= NEW or not row.is_batched
@@ -205,6 +206,7 @@ def test_asking_never_raises(name: str) -> None:
         hf_paged.patch(thing)
 
 
+@pytest.mark.usefixtures("own_trial")
 def test_a_copy_that_would_take_gigabytes_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would break: memory and minutes, for an architecture that can't be made narrow."""
     monkeypatch.setattr("hf_paged.api.tiny_model._MAX_ELEMENTS", 1000)
@@ -235,6 +237,7 @@ def test_config_that_asks_for_router_logits(make_pair: MakePair, name: str, when
     pair.generate(input_ids=random_ids(2, 9), max_new_tokens=4, **mode)
 
 
+@pytest.mark.usefixtures("own_trial")
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mpt", "phi3_longrope", "mixtral"])
 def test_asking_changes_nothing(name: str) -> None:
     model = build(name)

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
-from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -20,10 +19,8 @@ from hypothesis import strategies as st
 
 import hf_paged
 from helpers.models import build, random_ids
-from helpers.pairs import PROBES
 from helpers.requests import ENDLESS, SAMPLE
 from helpers.waiting import PATIENCE
-from hf_paged.api import support
 
 FAMILIES = ["llama", "gpt2", "mistral", "qwen3", "qwen3_moe"]
 NUM_SCHEDULES = int(os.environ.get("EXACT_SCHEDULES", 200))
@@ -126,7 +123,7 @@ def model_of(family: str) -> Any:
 
 @contextmanager
 def engine_of(family: str, **given_settings: Any) -> Iterator[hf_paged.Engine]:
-    with mock.patch.object(support, "probe", PROBES), hf_paged.patched(model_of(family), **given_settings) as model:
+    with hf_paged.patched(model_of(family), **given_settings) as model:
         yield model.paged
 
 

@@ -14,8 +14,7 @@ from helpers.models import MODELS, build, decoder_layers, random_ids
 from helpers.pairs import MakePair, Pair, new_cache
 from hf_paged.api import probe
 
-CHUNKED = ["llama4"]  # whose blocks must divide a chunk
-SLIDING = [name for name in MODELS if name not in CHUNKED and any(hf_paged.is_supported(build(name)).windows)]
+SLIDING = [name for name, row in MODELS.items() if row.has_windows]
 every_model = pytest.mark.parametrize("name", SLIDING)
 
 
@@ -228,6 +227,7 @@ def test_a_failed_forward_takes_back_what_it_can(
         torch.testing.assert_close(found, pair.stock(ids[:, :16]).logits[:, 12:], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("own_trial")
 def test_the_config_alone_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would break: keys given back that are still seen, in a layer that doesn't do what the config says."""
     monkeypatch.setattr(

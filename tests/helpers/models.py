@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_paged
+from hf_paged.api.support import look_at
 from hf_paged.core.block_manager import BlockManager
 from hf_paged.core.cache_groups import CacheGroups
 from hf_paged.memory.state_cache import StateLayout
@@ -94,6 +95,14 @@ class TinyModel:
     generation: dict[str, Any] = field(default_factory=dict)
     attention: str | None = None
     seed: int = 0
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether blocks behind a window are given back in some layers."""
+        config = self.config().get_text_config(decoder=True)
+        kinds = getattr(config, "layer_types", None)
+        has_them = "sliding_attention" in kinds if kinds else bool(getattr(config, "sliding_window", None))
+        return self.runs_packed and has_them
 
 
 MODELS: dict[str, TinyModel] = {
@@ -348,7 +357,8 @@ def ragged_batch(lengths: tuple[int, ...] = (11, 7, 2), seed: int = 0, side: str
 
 def least_blocks(model: str | PreTrainedModel, num_tokens: int, block_size: int, chunk: int) -> int:
     """The smallest pool that a sequence of so many tokens fits, which grows by at most `chunk` of them a step."""
-    traits = hf_paged.is_supported(build(model) if isinstance(model, str) else model).traits
+    traits = look_at(build(model) if isinstance(model, str) else model).traits
+    assert traits is not None
     groups = CacheGroups.of(traits.stored)
     needed = BlockManager(1, block_size, windows=groups.windows).most_blocks(num_tokens, chunk)
     if traits.states:

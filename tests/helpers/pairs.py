@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -33,21 +32,20 @@ class OverlappingExecutor(StepExecutor):
     overlaps = True  # type: ignore[assignment]
 
 
-class Probes:
-    """What a trial of an architecture found, once for all pairs of one class and config: it takes as long as a test."""
+class Trials:
+    """Stands in for `support.probe`: what a trial of an architecture found, once for all tests that have its class and
+    config. A trial takes as long as a test; those about the trial itself take the fixture `own_trial`.
+    """
 
     def __init__(self) -> None:
-        self._probe = support.probe
+        self.probe = support.probe
         self._found: dict[Any, Any] = {}
 
     def __call__(self, base: Any, config: Any) -> Any:
-        key = base, config.to_json_string(use_diff=False), config._attn_implementation
+        key = base, type(config), config.to_json_string(use_diff=False), config._attn_implementation
         if key not in self._found:
-            self._found[key] = self._probe(base, config)
+            self._found[key] = self.probe(base, config)
         return self._found[key]
-
-
-PROBES = Probes()
 
 
 class Pair:
@@ -62,8 +60,7 @@ class Pair:
 
     def __init__(self, stock: Any, **settings: Any) -> None:
         self.stock = stock
-        with mock.patch.object(support, "probe", PROBES):
-            self.paged = hf_paged.patch(copy.deepcopy(stock), **settings)
+        self.paged = hf_paged.patch(copy.deepcopy(stock), **settings)
         if self.engine.config.use_async_batching:
             self.engine.core.executor.__class__ = OverlappingExecutor
         self.delta: dict[str, int] = {}

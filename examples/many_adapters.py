@@ -45,10 +45,12 @@ def save_adapters(folder: Path, tokenizer: AutoTokenizer) -> list[str]:
             model.add_adapter(name, LoraConfig(**settings))
         model.set_adapter(name)
         train(model, tokenizer, text)
-    names = [f"random {number}" for number in range(NUM_RANDOM)]
-    for name in names:
-        model.add_adapter(name, LoraConfig(**settings, init_lora_weights=False))
     model.save_pretrained(folder)
+    names = [f"random {number}" for number in range(NUM_RANDOM)]
+    for name in names:  # one at a time: what PEFT does for one takes as long as there are others
+        model.add_adapter(name, LoraConfig(**settings, init_lora_weights=False))
+        model.save_pretrained(folder, selected_adapters=[name])
+        model.delete_adapter(name)
     return [*STYLES, *names]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from helpers.encoder_decoders import (
 from helpers.models import VOCAB
 from helpers.pairs import MakePair, Pair, assert_same
 from helpers.waiting import PATIENCE, eventually, in_background
+from hf_paged.api.support import look_at
 from hf_paged.attention.backends.torch import TorchStep
 from hf_paged.attention.padded_sources import PaddedSourceCache, PaddedSources
 
@@ -47,7 +49,7 @@ MODES: dict[str, dict[str, Any]] = {
 def test_every_family(make_pair: MakePair, name: str) -> None:
     """Would break: a family of which a decoder places tokens, or reads sources, in a way of its own."""
     pair = make_pair(build(name))
-    report = hf_paged.is_supported(pair.stock)
+    report = look_at(pair.stock)
     # In older transformers a prompt of UMT5's decoder sees what is behind it, and Switch's experts take any number.
     is_one_by_one = name in (("fsmt", "umt5") if IS_OLD else ONE_BY_ONE)
     is_packed = not is_one_by_one and name in (*PACKED, "switch_transformers")
@@ -125,6 +127,20 @@ def test_pad_tokens_in_mid_row(make_pair: MakePair, name: str, pool: dict[str, A
     assert not pool or pair.engine.stats().num_preemptions > 0
 
 
+def sixteen_calls() -> list[dict[str, Any]]:
+    modes: list[dict[str, Any]] = [{}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}]
+    return [
+        {"input_ids": text, "max_new_tokens": 8 + index % 5, "do_sample": False} | modes[index % 3]
+        for index, text in enumerate(texts(16))
+    ]
+
+
+@cache
+def stock_replies(name: str) -> list[Tensor]:
+    model = build(name)
+    return [model.generate(**call) for call in sixteen_calls()]
+
+
 @pytest.mark.parametrize("settings", [
     {"num_blocks": 512},
     {"num_blocks": 20, "preemption": "recompute"},
@@ -136,19 +152,13 @@ def test_pad_tokens_in_mid_row(make_pair: MakePair, name: str, pool: dict[str, A
 def test_threads_and_small_pools(make_pair: MakePair, name: str, settings: dict[str, Any]) -> None:
     """Would break: a source that is lost, or another's, when rows make room for each other."""
     pair = make_pair(build(name), **{"block_size": 4, "swap_space_gib": 0.01} | settings)
-    modes: list[dict[str, Any]] = [{}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}]
-    calls = [
-        {"input_ids": text, "max_new_tokens": 8 + index % 5, "do_sample": False} | modes[index % 3]
-        for index, text in enumerate(texts(16))
-    ]
-    expected = [pair.stock.generate(**call) for call in calls]
     pair.engine.pause()  # they begin together, in this order: another may need no preemption
     futures = []
-    for call in calls:
+    for call in sixteen_calls():
         futures.append(in_background(pair.paged.generate, **call))
         eventually(lambda: pair.engine.num_waiting == len(futures), "they don't queue")
     pair.engine.resume()
-    assert_same(expected, [future.result(PATIENCE) for future in futures])
+    assert_same(stock_replies(name), [future.result(PATIENCE) for future in futures])
     stats = pair.engine.stats()
     assert (stats.num_preemptions > 0) == (settings["num_blocks"] == 20), stats
     assert (stats.num_swapped_out > 0) == (settings.get("preemption") == "swap"), stats

@@ -113,6 +113,7 @@ def test_a_weight_written_behind_autograds_back() -> None:
     assert_same_tokens(paged, stock)
 
 
+@pytest.mark.usefixtures("own_trial")
 def test_what_is_no_linear_map_stays_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would break: absorbing what can't be, or a family known by its name."""
     expand = DeepseekV3Attention.expand_kv

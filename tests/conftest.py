@@ -69,8 +69,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    # What the imports left (transformers: a million objects) never dies, nor do thousands of tests; unfrozen, every
-    # gc.collect() walks over all of them.
+    freeze()
+
+
+def freeze() -> None:
+    """What lives now (imports: a million objects, tests, models that are kept) lives on: no collection walks over it."""
     gc.collect()
     gc.freeze()
 
@@ -133,6 +136,13 @@ def ctrl_c() -> Iterator[None]:
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> Iterator[None]:
+    """The tests of a file pay for collections of their own garbage, not for looks at what all files before it keep."""
+    yield
+    freeze()
 
 
 @pytest.fixture(autouse=True)

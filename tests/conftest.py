@@ -73,7 +73,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def freeze() -> None:
-    """What lives now (imports: a million objects, tests, models that are kept) lives on: no collection walks over it."""
+    """What lives now (imports: a million objects, tests, kept models) lives on: no later collection walks over it."""
     gc.collect()
     gc.freeze()
 

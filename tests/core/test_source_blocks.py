@@ -7,82 +7,47 @@ from collections import Counter
 
 import pytest
 
-from helpers.event_ledger import Ledger
+from helpers.block_walk import BlockWalk
 from hf_paged.core.batch import Batch
 from hf_paged.core.errors import OutOfBlocksError
-from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import Sequence, Source
 from hf_paged.core.source_blocks import SourceBlockManager
 
 BLOCK = 3
 LENGTHS = (1, 3, 4, 8, 11)
 
-Content = tuple[bytes, int] | None
-"""What a block of a source holds: whose, and which of its blocks it is."""
 
-
-class World:
-    """A scheduler over sequences with sources, and the memory behind it."""
+class World(BlockWalk):
+    """Sequences with sources; a block of memory holds whose it is, and which of its blocks."""
 
     def __init__(self, seed: int, num_cross: int, swaps: bool, caching: bool) -> None:
-        self.rng = rng = random.Random(seed)
+        rng = random.Random(seed)
         num_blocks = num_cross * 4 + 8 + rng.randrange(12)
         swap_blocks = num_blocks if swaps else 0
-        self.manager = SourceBlockManager(num_blocks, BLOCK, caching, swap_blocks, num_cross=num_cross)
-        self.scheduler = Scheduler(self.manager, 7, 5, prefers_swap=lambda group: rng.random() < 0.7)
-        self.memory: list[Content] = [None] * num_blocks
-        self.cpu: list[Content] = [None] * num_blocks
-        self.live: list[Sequence] = []
-        self.ledger = Ledger()
-        self.events: Counter[str] = Counter()
+        manager = SourceBlockManager(num_blocks, BLOCK, caching, swap_blocks, num_cross=num_cross)
+        super().__init__(rng, manager, num_blocks, most_seqs=5)
 
     def submit(self) -> None:
         number = self.rng.randrange(len(LENGTHS))
         sequence = self.scheduler.new_sequence()
         sequence.source = Source(None, LENGTHS[number], bytes([number]))
         sequence.extra_key = (sequence.source.digest,)
-        self._extend(sequence, [number] * self.rng.randint(1, 9))
+        self.extend(sequence, [number] * self.rng.randint(1, 9))
         self.live.append(sequence)
-
-    def fork(self) -> None:
-        parent = self.rng.choice(self.live)
-        if len(parent.group.sequences) < 3:
-            self.live.append(self.scheduler.fork(parent))
-            self.events["fork"] += 1
-
-    def free(self) -> None:
-        self.scheduler.free(self.live.pop(self.rng.randrange(len(self.live))))
 
     def crop(self) -> None:
         sequence = self.rng.choice(self.live)
         if self.rng.random() < 0.3:
             self.scheduler.crop(sequence, 0)  # it begins again, with the same source
-            self._extend(sequence, [sequence.source.digest[0]] * 2)  # type: ignore[union-attr]
+            self.extend(sequence, [sequence.source.digest[0]] * 2)  # type: ignore[union-attr]
         else:
             self.scheduler.crop(sequence, self.rng.randint(1, sequence.num_tokens))
             sequence.logits_from = sequence.num_tokens - 1
 
-    def grow(self) -> None:
-        for sequence in self.live:
-            if not sequence.num_uncomputed_tokens and sequence.num_tokens < 15 and self.rng.random() < 0.8:
-                self._extend(sequence, [self.rng.randrange(9) for _ in range(self.rng.choice([1, 1, 1, 3]))])
-
-    def step(self) -> None:
+    def run(self, batch: Batch) -> None:
         """A step, which may fail before it has written anything."""
-        try:
-            batch = self.scheduler.schedule(forced=self.rng.random() < 0.5)
-        except OutOfBlocksError as error:
-            self._copy_out(error.swap_outs)
-            for sequence in [s for s in self.live if s.group is error.group]:
-                self.live.remove(sequence)
-                self.scheduler.free(sequence)
-            return
-        self._move(batch)
-        if not batch.num_seqs:
-            return
         if self.rng.random() < 0.15:
-            self.events["failed step"] += 1
-            self.scheduler.undo(batch)
+            self.undo(batch)
             return
         sources, chunks = batch.sources, self.scheduler.chunks(batch)
         assert sources is not None and list(sources.lens) == [s.source.num_tokens for s, _, _ in chunks if s.source]
@@ -98,20 +63,7 @@ class World:
             expected = [(sources_key(sequence), index) for index in range(len(blocks))]
             assert [self.memory[block] for block in blocks] == expected, f"{sequence.seq_id} reads another source"
         self.events["rows"] += len(rows)
-        self.scheduler.settle(offers := self.scheduler.update(batch, is_checked=False), [True] * len(offers))
-
-    def check(self) -> None:
-        self.manager.check_invariants()
-        self.ledger.follow(self.manager)
-        self.events["preempted"] = self.scheduler.preemption.num_preemptions
-        self.events["swapped"] = self.scheduler.preemption.num_swapped_out
-
-    def _extend(self, sequence: Sequence, tokens: list[int]) -> None:
-        sequence.token_ids += tokens
-        sequence.num_tokens += len(tokens)
-        sequence.logits_from = sequence.num_tokens - 1
-        sequence.is_wanted = True
-        self.scheduler.queues.wake(sequence.group)
+        self.commit(batch)
 
     def _rows(self, batch: Batch) -> list[list[int]]:
         """Of each row the blocks of its source, group after group."""
@@ -125,20 +77,6 @@ class World:
                 first += count
         return rows
 
-    def _copy_out(self, pairs: list[tuple[int, int]]) -> None:
-        for source, destination in pairs:
-            self.cpu[destination] = self.memory[source]
-
-    def _move(self, batch: Batch) -> None:
-        self._copy_out(batch.swap_outs)
-        for source, destination in batch.swap_ins:
-            self.memory[destination] = self.cpu[source]
-        copied = [self.memory[source] for source, _ in batch.block_copies]
-        for (_, destination), content in zip(batch.block_copies, copied, strict=True):
-            self.memory[destination] = content
-        for block in batch.new_blocks:
-            self.memory[block] = None
-
 
 def sources_key(sequence: Sequence) -> bytes:
     assert sequence.source is not None
@@ -151,19 +89,7 @@ def test_random_walks(num_cross: int) -> None:
     events: Counter[str] = Counter()
     for seed in range(50):
         world = World(seed, num_cross, swaps=seed % 3 > 0, caching=seed % 4 > 0)
-        for _ in range(60):
-            actions = [world.submit] * (len(world.live) < 6)
-            actions += [world.fork, world.free, world.crop] if world.live and world.rng.random() < 0.4 else []
-            if actions:
-                world.rng.choice(actions)()
-            world.grow()
-            world.step()
-            world.check()
-        while world.live:
-            world.free()
-        world.check()
-        assert world.manager.pool.num_in_use == world.manager.swap.num_in_use == 0
-        events += world.events
+        events += world.walk()
     assert all(events[name] > 5 for name in ("fork", "failed step", "preempted", "swapped", "written")), events
     assert events["written"] < events["rows"] / 4, "sources are hardly ever shared"
 

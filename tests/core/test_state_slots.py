@@ -7,37 +7,28 @@ from collections import Counter
 
 import pytest
 
-from helpers.event_ledger import Ledger
+from helpers.block_walk import BlockWalk
 from hf_paged.core.batch import Batch
-from hf_paged.core.errors import OutOfBlocksError
 from hf_paged.core.scheduler import Scheduler
 from hf_paged.core.sequence import Sequence
 from hf_paged.core.state_blocks import StateBlockManager
 
-State = tuple[tuple[int, ...], int] | None
-"""What a block of a state holds: all tokens that went into it, and which of its blocks it is."""
 
-
-class World:
-    """A scheduler over sequences with states, and the memory behind it."""
+class World(BlockWalk):
+    """Sequences with states; a block of memory holds all tokens that went into it, and which of its blocks it is."""
 
     def __init__(
         self, seed: int, state_blocks: int, windows: tuple[int | None, ...], swaps: bool, caching: bool
     ) -> None:
-        self.rng = rng = random.Random(seed)
-        self.num_state_blocks = state_blocks
+        rng = random.Random(seed)
         num_blocks = 2 * (state_blocks + 6 * len(windows)) + rng.randrange(12)
         self.manager = StateBlockManager(
             num_blocks, 3, caching, num_blocks if swaps else 0, windows=windows, state_blocks=state_blocks
         )
-        self.scheduler = Scheduler(self.manager, 7, 4, prefers_swap=lambda group: rng.random() < 0.7)
-        self.memory: list[State] = [None] * num_blocks
-        self.cpu: list[State] = [None] * num_blocks
-        self.live: list[Sequence] = []
+        super().__init__(rng, self.manager, num_blocks, most_seqs=4)
+        self.num_state_blocks = state_blocks
         self.cropped: list[Sequence] = []
         self.prompts = [[1, 2, 3, 4, 5, 6, 7, 8]]
-        self.ledger = Ledger()
-        self.events: Counter[str] = Counter()
 
     def submit(self) -> None:
         """A prompt that begins like an earlier one."""
@@ -45,17 +36,8 @@ class World:
         prompt = source[: self.rng.randint(0, 10)] + [self.rng.randrange(9) for _ in range(self.rng.randint(1, 4))]
         self.prompts = [*self.prompts[-5:], prompt]
         sequence = self.scheduler.new_sequence()
-        self._extend(sequence, prompt)
+        self.extend(sequence, prompt)
         self.live.append(sequence)
-
-    def fork(self) -> None:
-        parent = self.rng.choice(self.live)
-        if len(parent.group.sequences) < 3:
-            self.live.append(self.scheduler.fork(parent))
-            self.events["fork"] += 1
-
-    def free(self) -> None:
-        self.scheduler.free(self.live.pop(self.rng.randrange(len(self.live))))
 
     def crop(self) -> None:
         """Back to fewer tokens: to be computed again, since a state knows no way back."""
@@ -66,27 +48,8 @@ class World:
         sequence.logits_from = num_tokens - 1
         assert sequence.num_computed_tokens == (computed if num_tokens >= computed else 0)
 
-    def grow(self) -> None:
-        """Tokens to come, of all that wait for nothing."""
-        for sequence in self.live:
-            if not sequence.num_uncomputed_tokens and sequence.num_tokens < 15 and self.rng.random() < 0.8:
-                self._extend(sequence, [self.rng.randrange(9) for _ in range(self.rng.choice([1, 1, 1, 3]))])
-
-    def step(self) -> None:
+    def run(self, batch: Batch) -> None:
         """A step, which may fail when some states are written already."""
-        try:
-            batch = self.scheduler.schedule(forced=self.rng.random() < 0.5)
-        except OutOfBlocksError as error:
-            self._copy_out(error.swap_outs)
-            assert error.group is not None
-            for sequence in [s for s in self.live if s.group is error.group]:
-                self.live.remove(sequence)
-                self.scheduler.free(sequence)
-            self.events["too large"] += 1
-            return
-        self._move(batch)
-        if not batch.num_seqs:
-            return
         fails = self.rng.random() < 0.1
         rows = list(zip(self.scheduler.chunks(batch), self._pages(batch), strict=True))
         for (sequence, start, num_tokens), pages in rows:
@@ -104,47 +67,23 @@ class World:
             is_alone = together == 1 and sequence.num_at_once > 1 and sequence not in self.cropped
             assert not is_alone, "a token by itself that came together with others"
         if fails:
-            self.events["failed step"] += 1
-            self.scheduler.undo(batch)
-            return
-        self.scheduler.settle(offers := self.scheduler.update(batch, is_checked=False), [True] * len(offers))
+            self.undo(batch)
+        else:
+            self.commit(batch)
 
     def check(self) -> None:
-        self.manager.check_invariants()
-        self.ledger.follow(self.manager)
-        preemption = self.scheduler.preemption
-        self.events["preempted"] = preemption.num_preemptions
-        self.events["swapped"] = preemption.num_swapped_out
+        super().check()
         self.events["hits"] = self.manager.prefix.hit_tokens
 
-    def _extend(self, sequence: Sequence, tokens: list[int]) -> None:
-        assert sequence.token_ids is not None
-        sequence.token_ids += tokens
-        sequence.num_tokens += len(tokens)
+    def extend(self, sequence: Sequence, tokens: list[int]) -> None:
         if len(tokens) > 1:
-            sequence.num_at_once = sequence.num_tokens
-        sequence.logits_from = sequence.num_tokens - 1
-        sequence.is_wanted = True
-        self.scheduler.queues.wake(sequence.group)
+            sequence.num_at_once = sequence.num_tokens + len(tokens)
+        super().extend(sequence, tokens)
 
     def _pages(self, batch: Batch) -> list[list[int]]:
         blocks, size = batch.state_blocks.tolist(), self.num_state_blocks
         assert len(blocks) == size * batch.num_seqs
         return [blocks[start : start + size] for start in range(0, len(blocks), size)]
-
-    def _copy_out(self, pairs: list[tuple[int, int]]) -> None:
-        for source, destination in pairs:
-            self.cpu[destination] = self.memory[source]
-
-    def _move(self, batch: Batch) -> None:
-        self._copy_out(batch.swap_outs)
-        for source, destination in batch.swap_ins:
-            self.memory[destination] = self.cpu[source]
-        sources = [self.memory[source] for source, _ in batch.block_copies]
-        for (_, destination), content in zip(batch.block_copies, sources, strict=True):
-            self.memory[destination] = content
-        for block in batch.new_blocks:
-            self.memory[block] = None
 
 
 @pytest.mark.parametrize("windows", [(None,), (), (None, 4)], ids=["attention", "states alone", "windows"])
@@ -154,20 +93,8 @@ def test_random_walks(windows: tuple[int | None, ...], state_blocks: int) -> Non
     events: Counter[str] = Counter()
     for seed in range(40):
         world = World(seed, state_blocks, windows, swaps=seed % 3 > 0, caching=seed % 4 > 0)
-        for _ in range(60):
-            actions = [world.submit] * (len(world.live) < 6)
-            actions += [world.fork, world.free, world.crop] if world.live and world.rng.random() < 0.4 else []
-            if actions:
-                world.rng.choice(actions)()
-            world.grow()
-            world.step()
-            world.check()
-        while world.live:
-            world.free()
-        world.check()
-        assert world.manager.pool.num_in_use == world.manager.swap.num_in_use == 0
+        events += world.walk()
         assert world.manager.num_states == 0
-        events += world.events
     assert all(events[name] > 5 for name in ("fork", "failed step", "preempted", "swapped", "hits")), events
 
 

@@ -44,10 +44,12 @@ def _version(package: str) -> str:
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:
-    """Name and size of the device."""
+    """Name and size of the device; of a processor, whose name may be no more than "AMD EPYC", its instructions, too."""
     if device.type != "cuda":
         names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
-        return {"name": names[0] if names else platform.processor() or platform.machine(), "cores": os.cpu_count()}
+        name = names[0] if names else platform.processor() or platform.machine()
+        instructions = torch.backends.cpu.get_cpu_capability() + " AMX" * torch.cpu._is_amx_tile_supported()
+        return {"name": name, "instructions": instructions, "cores": os.cpu_count()}
     properties = torch.cuda.get_device_properties(device)
     return {
         "name": properties.name,

@@ -47,7 +47,7 @@ def save_adapters(folder: Path, tokenizer: AutoTokenizer) -> list[str]:
         train(model, tokenizer, text)
     model.save_pretrained(folder)
     names = [f"random {number}" for number in range(NUM_RANDOM)]
-    for name in names:  # one at a time: what PEFT does for one takes as long as there are others
+    for name in names:  # one at a time: for each new one, PEFT walks over all that the model has
         model.add_adapter(name, LoraConfig(**settings, init_lora_weights=False))
         model.save_pretrained(folder, selected_adapters=[name])
         model.delete_adapter(name)

@@ -116,8 +116,7 @@ def describe(choice: dict[str, Any]) -> str:
 
 @contextmanager
 def repaired_interpreter() -> Iterator[None]:
-    """Within it, Triton's interpreter rounds to bfloat16 and multiplies matrices as GPUs do, and takes a third of the
-    time.
+    """Within it, Triton's interpreter rounds to bfloat16 and multiplies matrices as GPUs do, and takes less time.
 
     By itself it cuts the bits off, which triples the error of every bfloat16 result; on some processors the bits of a
     row of its products depend on where the row is; it patches `triton.language` anew at each call of a function inside

@@ -100,10 +100,10 @@ static inline int64_t to_values(const struct attend *a) {
 }
 
 /* The sequence's tokens from `*next` on, `end` at most: the `i`-th run that is brought from memory meanwhile. */
-static inline void fetch_run(const struct attend *a, struct tile *tile, int i, int64_t sequence, int64_t kv_head,
+static inline void fetch_run(const struct attend *a, struct keys *keys, int i, int64_t sequence, int64_t kv_head,
                              int64_t *next, int64_t end) {
-  tile->ahead[i] = (const char *)run_of(a, sequence, kv_head, *next, &end);
-  tile->num_bytes[i] = (end - *next) * HEAD_DIM * (int64_t)sizeof(stored);
+  keys->ahead[i] = (const char *)run_of(a, sequence, kv_head, *next, &end);
+  keys->num_bytes[i] = (end - *next) * HEAD_DIM * (int64_t)sizeof(stored);
   *next = end;
 }
 
@@ -114,17 +114,17 @@ struct rest {
   int64_t number, next; /* a sequence's number, and the next of its tokens */
 };
 
-/* What is fetched while a tile is multiplied: keys of the next one, tokens `next` to `end`; then of the rest. */
-static void look_ahead(const struct attend *a, struct tile *tile, int64_t sequence, int64_t kv_head, int64_t next,
+/* What is fetched while keys are multiplied: the next ones, tokens `next` to `end`; then of the rest. */
+static void look_ahead(const struct attend *a, struct keys *keys, int64_t sequence, int64_t kv_head, int64_t next,
                        int64_t end, struct rest *rest) {
   int i = 0;
-  while (i < RUNS && next < end) fetch_run(a, tile, i++, sequence, kv_head, &next, end);
+  while (i < RUNS && next < end) fetch_run(a, keys, i++, sequence, kv_head, &next, end);
   while (rest && i < RUNS && rest->number < rest->num_seqs) {
     const int64_t own = rest->sequences[rest->number], own_end = a->seq_lens[own] < rest->end ? a->seq_lens[own] : rest->end;
-    if (rest->next < own_end) fetch_run(a, tile, i++, own, kv_head, &rest->next, own_end);
+    if (rest->next < own_end) fetch_run(a, keys, i++, own, kv_head, &rest->next, own_end);
     else rest->number++, rest->next = rest->first;
   }
-  for (; i < RUNS; i++) tile->num_bytes[i] = 0;
+  for (; i < RUNS; i++) keys->num_bytes[i] = 0;
 }
 
 /* The scales of `count` tokens of a block from `start` on, whose first key this is. */
@@ -135,22 +135,27 @@ static inline void read_scales(const struct attend *a, const stored *key, int64_
   memcpy(of_values, scale_of(key + to_values(a), offset, a->block_size), count * sizeof(float));
 }
 
-/* A tile's rows and tokens `start`, where a tile of keys begins, to `end` of a sequence, of which all rows see those
-   from `all_from` to `all_to`. */
-static __attribute__((noinline)) void attend_tokens(const struct attend *a, struct tile *tile, int64_t sequence,
-                                                    int64_t kv_head, int64_t start, int64_t end, int64_t all_from,
-                                                    int64_t all_to, struct rest *rest) {
-  for (int64_t next; start < end; start = next) {
+/* Tiles of rows, one behind the other in a sequence, and the tokens that each of them wants. */
+static __attribute__((noinline)) void attend_tokens(const struct attend *a, struct tile *tiles, int num_tiles,
+                                                    int64_t sequence, int64_t kv_head, struct rest *rest) {
+  struct keys keys;
+  clear_keys(&keys, (const char *)a->pool, to_values(a) * (int64_t)sizeof(stored));
+  const int64_t end = tiles[num_tiles - 1].stop;
+  for (int64_t start = tiles->start, next; start < end; start = next) {
     next = start + KEYS < end ? start + KEYS : end;
     for (int64_t t = start, run_end; t < next; t = run_end) {
       run_end = next;
-      const stored *keys = run_of(a, sequence, kv_head, t, &run_end);
-      read_keys(tile, t - start, run_end - t, keys, keys + to_values(a));
-      if (IS_SCALED) read_scales(a, keys, t, run_end - t, tile->key_scale + t - start, tile->value_scale + t - start);
+      const stored *run = run_of(a, sequence, kv_head, t, &run_end);
+      read_keys(&keys, t - start, run_end - t, run, run + to_values(a));
+      if (IS_SCALED) read_scales(a, run, t, run_end - t, keys.key_scale + t - start, keys.value_scale + t - start);
     }
-    if (next < start + KEYS) end_keys(tile, next - start);
-    look_ahead(a, tile, sequence, kv_head, next, next + KEYS < end ? next + KEYS : end, rest);
-    attend_keys(tile, start, start < all_from || start + KEYS > all_to, a->softcap);
+    if (next < start + KEYS) end_keys(&keys, next - start);
+    look_ahead(a, &keys, sequence, kv_head, next, next + KEYS < end ? next + KEYS : end, rest);
+    for (int i = 0; i < num_tiles; i++)
+      if (tiles[i].start <= start && start < tiles[i].stop) {
+        attend_keys(tiles + i, &keys, start, a->softcap);
+        memset(keys.num_bytes, 0, sizeof keys.num_bytes); /* the first one has fetched it */
+      }
   }
 }
 
@@ -206,45 +211,88 @@ static void attend_few(const struct attend *a, struct few *few, int rows, int64_
   }
 }
 
-/* As many new tokens of a sequence as a tile has rows for, from its `first` on, for `kv_heads` key/value heads from one
-   on. What lies before token `begun_to` rows `first_row` on of `begun` have seen, if there is one. */
-static void attend_new(const struct attend *a, int64_t sequence, int64_t first, int64_t kv_head, int kv_heads,
-                       int64_t first_head, int64_t heads, const struct tile *begun, int64_t first_row, int64_t begun_to) {
-  const int64_t token = a->query_starts[sequence] + first, num_heads = a->num_kv_heads * a->heads_per_kv;
-  const int64_t left = a->query_starts[sequence + 1] - token, most = ROWS / a->heads;
-  const int64_t num_new = left < most ? left : most, place = a->seq_lens[sequence] - left, end = place + num_new;
-  int64_t start = tile_of(first_seen(a, place));
-  if (start < begun_to) start = begun_to;
-  const int64_t rows = num_new * heads;
-  const int is_few = rows <= FEW, at_once = is_few ? kv_heads : 1;
-  union { struct tile tile; struct few few[HEADS]; } work;
-  for (int done = 0; done < kv_heads; done += at_once) {
-    if (!is_few) clear_tile(&work.tile, rows, (const char *)a->pool, to_values(a) * (int64_t)sizeof(stored));
-    for (int64_t i = 0; i < at_once * rows; i++) {
-      const int64_t h = i / rows, r = i % rows, own = place + r / heads, seen = first_seen(a, own);
-      const int64_t head = first_head + (done + h) * a->heads_per_kv + r % heads;
-      const element *query = a->query + (token + r / heads) * a->query_token + head * a->query_head;
-      const float *sink = a->sinks ? a->sinks + head : NULL;
-      if (is_few) add_few(&work.few[h], r, query, a->scale, seen, own + 1, sink, begun, first_row + r);
-      else add_row(&work.tile, r, query, a->scale, seen, own + 1, sink, begun, first_row + r);
-      *(is_few ? &work.few[h].bias[r] : &work.tile.bias[r]) = bias_of(a, head, own);
-    }
-    if (is_few) attend_few(a, work.few, rows, sequence, kv_head + done, at_once, start, end);
-    else attend_tokens(a, &work.tile, sequence, kv_head + done, start, end, first_seen(a, end - 1), place + 1, NULL);
-    for (int64_t i = 0; i < at_once * rows; i++) {
-      const int64_t h = i / rows, r = i % rows, head = first_head + (done + h) * a->heads_per_kv + r % heads;
-      element *to = a->output + ((token + r / heads) * num_heads + head) * VALUE_DIM;
-      if (is_few) take_few(&work.few[h], r, to);
-      else take_row(&work.tile, r, to);
-    }
+/* Some of a sequence's new tokens: the first among the queries, and in the sequence; how many rows they are, and the
+   tokens that they see. */
+struct piece {
+  int64_t sequence, token, place, rows, start, end;
+};
+
+/* As many as a tile has rows for, from the `first` on; what lies before token `begun_to` they have seen. */
+static struct piece piece_of(const struct attend *a, int64_t sequence, int64_t first, int64_t heads, int64_t begun_to) {
+  const int64_t token = a->query_starts[sequence] + first, left = a->query_starts[sequence + 1] - token;
+  const int64_t most = ROWS / a->heads, num_new = left < most ? left : most, place = a->seq_lens[sequence] - left;
+  const int64_t start = tile_of(first_seen(a, place));
+  return (struct piece){sequence, token, place, num_new * heads, start < begun_to ? begun_to : start, place + num_new};
+}
+
+/* Row `r` of a piece for the heads from `first_head` on. */
+static inline const element *query_of(const struct attend *a, const struct piece *own, int64_t r, int64_t first_head,
+                                      int64_t heads) {
+  return a->query + (own->token + r / heads) * a->query_token + (first_head + r % heads) * a->query_head;
+}
+
+static inline element *output_of(const struct attend *a, const struct piece *own, int64_t r, int64_t first_head,
+                                 int64_t heads) {
+  const int64_t num_heads = a->num_kv_heads * a->heads_per_kv;
+  return a->output + ((own->token + r / heads) * num_heads + first_head + r % heads) * VALUE_DIM;
+}
+
+/* A piece of few rows, for `kv_heads` key/value heads from one on. Rows `first_row` on of `begun`, if there is one, are
+   what its rows have come to. */
+static void attend_piece(const struct attend *a, const struct piece *own, int64_t kv_head, int kv_heads,
+                         int64_t first_head, int64_t heads, const struct tile *begun, int64_t first_row) {
+  struct few few[HEADS];
+  for (int64_t i = 0; i < kv_heads * own->rows; i++) {
+    const int64_t h = i / own->rows, r = i % own->rows, place = own->place + r / heads;
+    const int64_t of_kv = first_head + h * a->heads_per_kv, head = of_kv + r % heads;
+    add_few(few + h, r, query_of(a, own, r, of_kv, heads), a->scale, first_seen(a, place), place + 1,
+            a->sinks ? a->sinks + head : NULL, begun, first_row + r);
+    few[h].bias[r] = bias_of(a, head, place);
   }
+  attend_few(a, few, own->rows, own->sequence, kv_head, kv_heads, own->start, own->end);
+  for (int64_t i = 0; i < kv_heads * own->rows; i++) {
+    const int64_t h = i / own->rows, r = i % own->rows;
+    take_few(few + h, r, output_of(a, own, r, first_head + h * a->heads_per_kv, heads));
+  }
+}
+
+/* Pieces that are one behind the other, for one key/value head: each a tile, and all read its keys together. */
+static void attend_pieces(const struct attend *a, const struct piece *pieces, int num_pieces, int64_t kv_head,
+                          int64_t first_head, int64_t heads, const struct tile *begun, int64_t first_row) {
+  struct tile tiles[TILES];
+  for (int i = 0; i < num_pieces; i++) {
+    const struct piece *own = pieces + i;
+    struct tile *tile = tiles + i;
+    clear_tile(tile, own->rows);
+    for (int64_t r = 0; r < own->rows; r++) {
+      const int64_t head = first_head + r % heads, place = own->place + r / heads;
+      add_row(tile, r, query_of(a, own, r, first_head, heads), a->scale, first_seen(a, place), place + 1,
+              a->sinks ? a->sinks + head : NULL, begun, first_row + r);
+      tile->bias[r] = bias_of(a, head, place);
+    }
+    tile->start = own->start, tile->stop = own->end;
+    tile->all_from = first_seen(a, own->end - 1), tile->all_to = own->place + 1;
+  }
+  attend_tokens(a, tiles, num_pieces, pieces->sequence, kv_head, NULL);
+  for (int i = 0; i < num_pieces; i++)
+    for (int64_t r = 0; r < pieces[i].rows; r++) take_row(tiles + i, r, output_of(a, pieces + i, r, first_head, heads));
+}
+
+/* One piece or several, for `kv_heads` key/value heads from one on. */
+static void attend_new(const struct attend *a, const struct piece *pieces, int num_pieces, int64_t kv_head, int kv_heads,
+                       int64_t first_head, int64_t heads, const struct tile *begun, int64_t first_row) {
+  if (num_pieces == 1 && pieces->rows <= FEW)
+    attend_piece(a, pieces, kv_head, kv_heads, first_head, heads, begun, first_row);
+  else
+    for (int h = 0; h < kv_heads; h++)
+      attend_pieces(a, pieces, num_pieces, kv_head + h, first_head + h * a->heads_per_kv, heads, begun, first_row);
 }
 
 /* Some sequences with a new token each that share their first tokens: these all together, then of each the rest. */
 static void attend_together(const struct attend *a, const int32_t *sequences, int64_t num_seqs, int64_t num_shared,
                             int64_t kv_head, int64_t first_head, int64_t heads) {
   struct tile tile;
-  clear_tile(&tile, num_seqs * heads, (const char *)a->pool, to_values(a) * (int64_t)sizeof(stored));
+  clear_tile(&tile, num_seqs * heads);
   const int64_t shared = tile_of(num_shared);
   int64_t start = shared, all_from = 0;
   for (int64_t r = 0; r < num_seqs * heads; r++) {
@@ -258,9 +306,26 @@ static void attend_together(const struct attend *a, const int32_t *sequences, in
   }
   const int64_t most = MOST_AHEAD / (num_seqs * 2 * HEAD_DIM * (int64_t)sizeof(stored));
   struct rest rest = {sequences, num_seqs, shared, shared + most, 0, shared};
-  attend_tokens(a, &tile, sequences[0], kv_head, tile_of(start), shared, all_from, shared, &rest);
-  for (int64_t i = 0; i < num_seqs; i++)
-    attend_new(a, sequences[i], 0, kv_head, 1, first_head, heads, &tile, i * heads, shared);
+  tile.start = tile_of(start), tile.stop = shared, tile.all_from = all_from, tile.all_to = shared;
+  attend_tokens(a, &tile, 1, sequences[0], kv_head, &rest);
+  for (int64_t i = 0; i < num_seqs; i++) {
+    const struct piece own = piece_of(a, sequences[i], 0, heads, shared);
+    attend_new(a, &own, 1, kv_head, 1, first_head, heads, &tile, i * heads);
+  }
+}
+
+/* Items from `first` to `end`: those of one sequence that are one behind the other at once. */
+static void attend_items(const struct attend *a, int64_t first, int64_t end, int64_t kv_head, int kv_heads,
+                         int64_t first_head, int64_t heads) {
+  struct piece pieces[TILES];
+  int count = 0;
+  for (int64_t i = first; i < end; i++) {
+    const int32_t *item = a->items + 2 * i;
+    pieces[count++] = piece_of(a, item[0], item[1], heads, 0);
+    if (i + 1 < end && item[2] == item[0] && item[3] == item[1] + ROWS / a->heads) continue;
+    attend_new(a, pieces, count, kv_head, kv_heads, first_head, heads, NULL, 0);
+    count = 0;
+  }
 }
 
 #define MIN_PRODUCTS 65536 /* below, a second thread costs more than it saves */
@@ -271,31 +336,41 @@ void hf_paged_attend(const struct attend *a) {
   const int64_t num_parts = (a->heads_per_kv + a->heads - 1) / a->heads;
   const int64_t width = a->order ? 3 : 2;
   int64_t num_keys = 0, most_keys = 0; /* of all rows, about; of the largest item */
-  int has_few = 0;
+  int has_few = 0, has_runs = 0; /* of items of one sequence */
   for (int64_t i = 0; i < a->num_items; i++) {
     const int32_t *item = a->items + i * width;
     const int64_t sequence = a->order ? a->order[item[0]] : item[0], length = a->seq_lens[sequence];
     const int64_t own = (length - first_seen(a, length - 1)) * (a->order ? item[1] : 1);
     const int64_t left = a->query_starts[sequence + 1] - a->query_starts[sequence] - item[1];
+    has_runs |= !a->order && i && item[0] == item[-2];
     has_few |= (a->order ? item[1] : left) * a->heads_per_kv <= FEW;
     num_keys += own, most_keys = own > most_keys ? own : most_keys;
   }
   const int is_large = num_keys * a->num_kv_heads * a->heads_per_kv * HEAD_DIM >= MIN_PRODUCTS;
-  /* Key/value heads of a task: as many as leave each thread work for two of the largest tasks. */
-  int at_once = has_few && num_parts == 1 ? HEADS : 1;
+  /* Items and key/value heads of a task: as many as leave each thread work for two of the largest tasks. */
   const int64_t least = is_large && a->num_threads > 1 ? 2 * a->num_threads * most_keys : 0;
-  while (at_once > 1 && (a->num_kv_heads % at_once || num_keys * a->num_kv_heads < least * at_once)) at_once /= 2;
-  const int64_t num_tasks = a->num_items * a->num_kv_heads / at_once * num_parts;
+  int of_items = has_runs ? TILES : 1, at_once = has_few && num_parts == 1 ? HEADS : 1;
+#define IS_TOO_MUCH (num_keys * a->num_kv_heads < least * at_once * of_items)
+  while (of_items > 1 && IS_TOO_MUCH) of_items /= 2;
+  while (at_once > 1 && (a->num_kv_heads % at_once || IS_TOO_MUCH)) at_once /= 2;
+#undef IS_TOO_MUCH
+  const int64_t num_groups = (a->num_items + of_items - 1) / of_items;
+  const int64_t num_tasks = num_groups * a->num_kv_heads / at_once * num_parts;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(a->num_threads) if (is_large)
   for (int64_t task = 0; task < num_tasks; task++) {
-    const int32_t *item = a->items + task % a->num_items * width;
-    const int64_t kv_head = task / a->num_items / num_parts * at_once, skipped = task / a->num_items % num_parts * a->heads;
+    const int64_t first = task % num_groups * of_items, end = first + of_items;
+    const int64_t kv_head = task / num_groups / num_parts * at_once, skipped = task / num_groups % num_parts * a->heads;
     const int64_t first_head = kv_head * a->heads_per_kv + skipped, left = a->heads_per_kv - skipped;
     const int64_t heads = left < a->heads ? left : a->heads;
-    if (!a->order) attend_new(a, item[0], item[1], kv_head, at_once, first_head, heads, NULL, 0, 0);
-    else if (item[1] == 1) attend_new(a, a->order[item[0]], 0, kv_head, at_once, first_head, heads, NULL, 0, 0);
+    if (!a->order) {
+      attend_items(a, first, end < a->num_items ? end : a->num_items, kv_head, at_once, first_head, heads);
+      continue;
+    }
+    const int32_t *item = a->items + 3 * first, *sequences = a->order + item[0];
+    const struct piece own = piece_of(a, sequences[0], 0, heads, 0);
+    if (item[1] == 1) attend_new(a, &own, 1, kv_head, at_once, first_head, heads, NULL, 0);
     else
       for (int h = 0; h < at_once; h++)
-        attend_together(a, a->order + item[0], item[1], item[2], kv_head + h, first_head + h * a->heads_per_kv, heads);
+        attend_together(a, sequences, item[1], item[2], kv_head + h, first_head + h * a->heads_per_kv, heads);
   }
 }

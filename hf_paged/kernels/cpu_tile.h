@@ -70,12 +70,20 @@ struct tile {
   vector sum[VALUES * VECTORS];
   vector scores[KEYS * VECTORS], largest[VECTORS], total[VECTORS];
   numbers first[VECTORS], end[VECTORS]; /* tokens that a row sees */
-  union { float keys[KEYS][HEAD_DIM]; element key_pairs[KEYS][HEAD_DIM]; };
-  union { float values[KEYS][VALUES]; element value_pairs[KEYS / 2][VALUES][2]; }; /* pairs of tokens */
   float scale;
-  float key_scale[KEYS], value_scale[KEYS]; /* of codes */
   struct by_distance bias[ROWS];
   int64_t vectors;
+  int64_t start, stop;      /* tokens that are multiplied: from where a tile of keys begins */
+  int64_t all_from, all_to; /* of them, those that all rows see */
+};
+/* That read the same keys: as many as stay in a second-level cache beside these. */
+enum { FIT = (160 << 10) / sizeof(struct tile), TILES = FIT < 1 ? 1 : FIT < 8 ? FIT : 8 };
+
+/* KEYS keys and values, as tiles multiply them. */
+struct keys {
+  union { float keys[KEYS][HEAD_DIM]; element key_pairs[KEYS][HEAD_DIM]; };
+  union { float values[KEYS][VALUES]; element value_pairs[KEYS / 2][VALUES][2]; }; /* pairs of tokens */
+  float key_scale[KEYS], value_scale[KEYS]; /* of codes */
   /* What comes next, brought from memory meanwhile: runs of keys, bytes of a run, from a run's keys to its values. */
   const char *ahead[RUNS];
   int64_t num_bytes[RUNS], to_values;
@@ -96,8 +104,15 @@ static inline vector choose(numbers mask, vector yes, vector no) {
   return (vector)((mask & (numbers)yes) | (~mask & (numbers)no));
 }
 
-/* A tile without rows, for up to so many. `pool`: anywhere in it; `to_values`: bytes from a token's key to its value. */
-static void clear_tile(struct tile *tile, int64_t rows, const char *pool, int64_t to_values) {
+/* None yet, and nothing to fetch. `pool`: anywhere in it; `to_values`: bytes from a token's key to its value. */
+static void clear_keys(struct keys *keys, const char *pool, int64_t to_values) {
+  for (int i = 0; i < RUNS; i++) keys->ahead[i] = pool, keys->num_bytes[i] = 0;
+  keys->to_values = to_values;
+  if (VALUES > VALUE_DIM) memset(keys->values, 0, sizeof keys->values);
+}
+
+/* A tile without rows, for up to so many. */
+static void clear_tile(struct tile *tile, int64_t rows) {
   const int64_t vectors = tile->vectors = rows > LANES ? VECTORS : 1;
   memset(tile->query, 0, HEAD_DIM * vectors * sizeof(vector));
   memset(tile->sum, 0, VALUES * vectors * sizeof(vector));
@@ -106,9 +121,6 @@ static void clear_tile(struct tile *tile, int64_t rows, const char *pool, int64_
     tile->first[v] = (numbers){0}, tile->end[v] = (numbers){0} + INT32_MAX;
   }
   memset(tile->bias, 0, sizeof tile->bias);
-  for (int i = 0; i < RUNS; i++) tile->ahead[i] = pool, tile->num_bytes[i] = 0;
-  tile->to_values = to_values;
-  if (VALUES > VALUE_DIM) memset(tile->values, 0, sizeof tile->values);
 }
 
 /* What a row begins with: a sink, or what a row of another tile has come to; `sum` NULL: zeros. */
@@ -151,41 +163,42 @@ static inline void take_row(const struct tile *tile, int64_t r, element *to) {
 }
 
 /* Some of the next KEYS keys and values, which lie side by side, to place `at`. */
-static inline void read_keys(struct tile *tile, int64_t at, int64_t count, const stored *keys, const stored *values) {
+static inline void read_keys(struct keys *to, int64_t at, int64_t count, const stored *keys, const stored *values) {
   for (int64_t t = 0; t < count; t++)
-    if (IS_BY_PAIRS) memcpy(tile->key_pairs[at + t], keys + t * HEAD_DIM, HEAD_DIM * sizeof(element));
+    if (IS_BY_PAIRS) memcpy(to->key_pairs[at + t], keys + t * HEAD_DIM, HEAD_DIM * sizeof(element));
     else
-      for (int d = 0; d < HEAD_DIM; d++) tile->keys[at + t][d] = from_stored(keys[t * HEAD_DIM + d]);
+      for (int d = 0; d < HEAD_DIM; d++) to->keys[at + t][d] = from_stored(keys[t * HEAD_DIM + d]);
   for (int64_t t = 0; t < count; t++, values += HEAD_DIM)
     if (!IS_BY_PAIRS) {
-      for (int d = 0; d < VALUE_DIM; d++) tile->values[at + t][d] = from_stored(values[d]);
+      for (int d = 0; d < VALUE_DIM; d++) to->values[at + t][d] = from_stored(values[d]);
     } else if ((at + t) % 2 == 0 && t + 1 < count) {
-      element(*to)[2] = tile->value_pairs[(at + t) / 2];
-      for (int d = 0; d < VALUE_DIM; d++) to[d][0] = values[d], to[d][1] = values[HEAD_DIM + d];
+      element(*pairs)[2] = to->value_pairs[(at + t) / 2];
+      for (int d = 0; d < VALUE_DIM; d++) pairs[d][0] = values[d], pairs[d][1] = values[HEAD_DIM + d];
       t++, values += HEAD_DIM;
     } else {
-      for (int d = 0; d < VALUE_DIM; d++) tile->value_pairs[(at + t) / 2][d][(at + t) % 2] = values[d];
+      for (int d = 0; d < VALUE_DIM; d++) to->value_pairs[(at + t) / 2][d][(at + t) % 2] = values[d];
     }
 }
 
 /* Zeros behind the last `count` that were read: what is masked is multiplied all the same. */
-static inline void end_keys(struct tile *tile, int64_t count) {
-  if (IS_BY_PAIRS) memset(tile->key_pairs[count], 0, (KEYS - count) * sizeof tile->key_pairs[0]);
-  else memset(tile->keys[count], 0, (KEYS - count) * sizeof tile->keys[0]);
+static inline void end_keys(struct keys *to, int64_t count) {
+  if (IS_BY_PAIRS) memset(to->key_pairs[count], 0, (KEYS - count) * sizeof to->key_pairs[0]);
+  else memset(to->keys[count], 0, (KEYS - count) * sizeof to->keys[0]);
   if (IS_BY_PAIRS) {
-    for (int d = 0; d < VALUE_DIM && count % 2; d++) tile->value_pairs[count / 2][d][1] = 0;
-    memset(tile->value_pairs[(count + 1) / 2], 0, (KEYS - count) / 2 * sizeof tile->value_pairs[0]);
+    for (int d = 0; d < VALUE_DIM && count % 2; d++) to->value_pairs[count / 2][d][1] = 0;
+    memset(to->value_pairs[(count + 1) / 2], 0, (KEYS - count) / 2 * sizeof to->value_pairs[0]);
   } else {
-    memset(tile->values[count], 0, (KEYS - count) * sizeof tile->values[0]);
+    memset(to->values[count], 0, (KEYS - count) * sizeof to->values[0]);
   }
-  memset(tile->key_scale + count, 0, (KEYS - count) * sizeof(float));
-  memset(tile->value_scale + count, 0, (KEYS - count) * sizeof(float));
+  memset(to->key_scale + count, 0, (KEYS - count) * sizeof(float));
+  memset(to->value_scale + count, 0, (KEYS - count) * sizeof(float));
 }
 
-static inline __attribute__((always_inline)) void multiply_keys(struct tile *tile, const int vectors) {
+static inline __attribute__((always_inline)) void multiply_keys(struct tile *tile, const struct keys *keys,
+                                                                const int vectors) {
   for (int k = 0; k < KEYS; k += AT_ONCE) {
-    const char *ahead = tile->ahead[k / AT_ONCE];
-    const int64_t num_bytes = tile->num_bytes[k / AT_ONCE];
+    const char *ahead = keys->ahead[k / AT_ONCE];
+    const int64_t num_bytes = keys->num_bytes[k / AT_ONCE];
     vector score[AT_ONCE][VECTORS];
     for (int i = 0; i < AT_ONCE; i++)
       for (int v = 0; v < vectors; v++) score[i][v] = (vector){0};
@@ -195,7 +208,7 @@ static inline __attribute__((always_inline)) void multiply_keys(struct tile *til
         if (line * LINE < num_bytes) __builtin_prefetch(ahead + line * LINE, 0, 2);
       for (int i = 0; i < AT_ONCE; i++) {
         int32_t key;
-        memcpy(&key, tile->key_pairs[k + i] + 2 * d, sizeof key);
+        memcpy(&key, keys->key_pairs[k + i] + 2 * d, sizeof key);
         for (int v = 0; v < vectors; v++)
           score[i][v] = multiply_pairs((numbers)tile->query[d * vectors + v], (numbers){0} + key, score[i][v]);
       }
@@ -208,20 +221,21 @@ static inline __attribute__((always_inline)) void multiply_keys(struct tile *til
       for (int v = 0; v < vectors; v++) query[v] = tile->query[d * vectors + v];
       if (d * LINE < num_bytes) __builtin_prefetch(ahead + d * LINE, 0, 2);
       for (int i = 0; i < AT_ONCE; i++) {
-        const float key = tile->keys[k + i][d];
+        const float key = keys->keys[k + i][d];
         for (int v = 0; v < vectors; v++) score[i][v] = multiply_add(key, query[v], score[i][v]);
       }
     }
 #endif
     for (int i = 0; i < AT_ONCE; i++)
       for (int v = 0; v < vectors; v++)
-        tile->scores[(k + i) * vectors + v] = IS_SCALED ? score[i][v] * tile->key_scale[k + i] : score[i][v];
+        tile->scores[(k + i) * vectors + v] = IS_SCALED ? score[i][v] * keys->key_scale[k + i] : score[i][v];
   }
 }
 
 /* Scores to weights. `start`: the tile's first token. */
-static inline __attribute__((always_inline)) void weigh(struct tile *tile, const int vectors, int64_t start,
-                                                        int is_masked, float softcap, vector *factor) {
+static inline __attribute__((always_inline)) void weigh(struct tile *tile, const struct keys *keys,
+                                                        const int vectors, int64_t start, int is_masked, float softcap,
+                                                        vector *factor) {
   const numbers minus_infinity = (numbers)((vector){0} - INFINITY);
   float *scores = (float *)tile->scores;
   if (softcap > 0)
@@ -263,11 +277,11 @@ static inline __attribute__((always_inline)) void weigh(struct tile *tile, const
   }
   if (IS_SCALED)
     for (int k = 0; k < KEYS; k++)
-      for (int v = 0; v < vectors; v++) tile->scores[k * vectors + v] *= tile->value_scale[k];
+      for (int v = 0; v < vectors; v++) tile->scores[k * vectors + v] *= keys->value_scale[k];
 }
 
-static inline __attribute__((always_inline)) void multiply_values(struct tile *tile, const int vectors,
-                                                                  const vector *factor) {
+static inline __attribute__((always_inline)) void multiply_values(struct tile *tile, const struct keys *keys,
+                                                                  const int vectors, const vector *factor) {
 #if IS_BY_PAIRS
   numbers pairs[KEYS / 2 * VECTORS];
   for (int k = 0; k < KEYS / 2; k++)
@@ -276,8 +290,8 @@ static inline __attribute__((always_inline)) void multiply_values(struct tile *t
 #endif
   for (int d = 0; d < VALUES; d += AT_ONCE) {
     const int line = d / AT_ONCE * KEYS, run = line / VALUES; /* one each time, as keys' */
-    const char *ahead = tile->ahead[run] + tile->to_values;
-    const int64_t num_bytes = tile->num_bytes[run];
+    const char *ahead = keys->ahead[run] + keys->to_values;
+    const int64_t num_bytes = keys->num_bytes[run];
     vector sum[AT_ONCE][VECTORS];
     for (int i = 0; i < AT_ONCE; i++)
       for (int v = 0; v < vectors; v++) sum[i][v] = tile->sum[(d + i) * vectors + v] * factor[v];
@@ -289,7 +303,7 @@ static inline __attribute__((always_inline)) void multiply_values(struct tile *t
 #if IS_BY_PAIRS
       for (int i = 0; i < AT_ONCE; i++) {
         int32_t value;
-        memcpy(&value, tile->value_pairs[k / 2][d + i], sizeof value);
+        memcpy(&value, keys->value_pairs[k / 2][d + i], sizeof value);
         for (int v = 0; v < vectors; v++)
           sum[i][v] = multiply_pairs(pairs[k / 2 * vectors + v], (numbers){0} + value, sum[i][v]);
       }
@@ -297,7 +311,7 @@ static inline __attribute__((always_inline)) void multiply_values(struct tile *t
       vector weight[VECTORS];
       for (int v = 0; v < vectors; v++) weight[v] = tile->scores[k * vectors + v];
       for (int i = 0; i < AT_ONCE; i++) {
-        const float value = tile->values[k][d + i];
+        const float value = keys->values[k][d + i];
         for (int v = 0; v < vectors; v++) sum[i][v] = multiply_add(value, weight[v], sum[i][v]);
       }
 #endif
@@ -307,16 +321,18 @@ static inline __attribute__((always_inline)) void multiply_values(struct tile *t
   }
 }
 
-/* The keys and values that were read, of which token `start` is the first; those no row sees are masked. */
-static inline __attribute__((always_inline)) void attend_keys_of(struct tile *tile, const int vectors, int64_t start,
-                                                                 int is_masked, float softcap) {
+/* Keys and values, of which token `start` is the first; those that no row sees are masked. */
+static inline __attribute__((always_inline)) void attend_keys_of(struct tile *tile, const struct keys *keys,
+                                                                 const int vectors, int64_t start, int is_masked,
+                                                                 float softcap) {
   vector factor[VECTORS];
-  multiply_keys(tile, vectors);
-  weigh(tile, vectors, start, is_masked, softcap, factor);
-  multiply_values(tile, vectors, factor);
+  multiply_keys(tile, keys, vectors);
+  weigh(tile, keys, vectors, start, is_masked, softcap, factor);
+  multiply_values(tile, keys, vectors, factor);
 }
 
-static void attend_keys(struct tile *tile, int64_t start, int is_masked, float softcap) {
-  if (tile->vectors == 1) attend_keys_of(tile, 1, start, is_masked, softcap);
-  else attend_keys_of(tile, VECTORS, start, is_masked, softcap);
+static void attend_keys(struct tile *tile, const struct keys *keys, int64_t start, float softcap) {
+  const int is_masked = start < tile->all_from || start + KEYS > tile->all_to;
+  if (tile->vectors == 1) attend_keys_of(tile, keys, 1, start, is_masked, softcap);
+  else attend_keys_of(tile, keys, VECTORS, start, is_masked, softcap);
 }

@@ -215,7 +215,7 @@ class AttentionMetadata:
         """The new tokens of some sequences, by default of all behind the first `num_decodes`, cut into tiles.
 
         Returns:
-            `[tiles, 2]` int32: a sequence, and the first of its new tokens in the tile; the most to read first.
+            `[tiles, 2]` int32: a sequence, and its tile's first new token; longest sequences and last tiles first.
         """
         first = self.num_decodes if first is None else first
         key = tile, first, end
@@ -229,8 +229,8 @@ class AttentionMetadata:
             return np.stack([rows, np.zeros_like(rows)], axis=1)
         sequence, start = spread(-(-self.host_query_lens[first:end] // tile))
         sequence, start = sequence + first, start * tile
-        num_read = (self.host_seq_lens - self.host_query_lens)[sequence] + start
-        return np.stack([sequence, start], axis=1)[np.argsort(-num_read, kind="stable")].astype(np.int32)
+        order = np.lexsort((-start, sequence, -self.host_seq_lens[sequence]))
+        return np.stack([sequence, start], axis=1)[order].astype(np.int32)
 
     def query_work(self, kind: WorkKind) -> DecodeWork:
         """How the sequences behind the first `num_decodes` are shared out; all, where `kind.part` says how."""

@@ -58,7 +58,7 @@ struct attend {
   const int32_t *order;         /* sequences; those that begin with the same blocks are side by side; or NULL */
   const int32_t *items;         /* with `order` [num_items, 3]: the first of some in it, how many, and the tokens that
                                    they share; without it [num_items, 2]: a sequence, and the first of as many of its
-                                   new tokens as a tile has rows for */
+                                   new tokens as a tile has rows for; of a sequence the last first */
   int64_t num_items;
   int64_t query_token, query_head;
   int64_t num_kv_heads, heads_per_kv, block_size, table_width, block_stride;
@@ -314,15 +314,15 @@ static void attend_together(const struct attend *a, const int32_t *sequences, in
   }
 }
 
-/* Items from `first` to `end`: those of one sequence that are one behind the other at once. */
+/* Items from `first` to `end`, the last one first: those of one sequence that are one behind the other at once. */
 static void attend_items(const struct attend *a, int64_t first, int64_t end, int64_t kv_head, int kv_heads,
                          int64_t first_head, int64_t heads) {
   struct piece pieces[TILES];
   int count = 0;
-  for (int64_t i = first; i < end; i++) {
+  for (int64_t i = end; i-- > first;) {
     const int32_t *item = a->items + 2 * i;
     pieces[count++] = piece_of(a, item[0], item[1], heads, 0);
-    if (i + 1 < end && item[2] == item[0] && item[3] == item[1] + ROWS / a->heads) continue;
+    if (i > first && item[-2] == item[0]) continue;
     attend_new(a, pieces, count, kv_head, kv_heads, first_head, heads, NULL, 0);
     count = 0;
   }

@@ -242,8 +242,8 @@ class StepCalls:
             query_start_loc: `[S + 1]` int32, contiguous, first new token of each.
             num_tokens: New tokens of all sequences.
             longest: Tokens of the longest of them.
-            items: `[tiles, 2]` int32, contiguous: a sequence, and the first of `tokens_at_once` of its new tokens; or
-                sequences with one new token each.
+            items: `[tiles, 2]` int32, contiguous: a sequence, and the first of `tokens_at_once` of its new tokens, of
+                each sequence the last first; or sequences with one new token each.
 
         Raises:
             InputError: Tensors of other shapes, strides, dtypes or devices.

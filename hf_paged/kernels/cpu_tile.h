@@ -76,7 +76,7 @@ struct tile {
   int64_t start, stop;      /* tokens that are multiplied: from where a tile of keys begins */
   int64_t all_from, all_to; /* of them, those that all rows see */
 };
-/* That read the same keys: as many as stay in a second-level cache beside these. */
+/* TILES tiles, which read the same keys, stay in a second-level cache beside them. */
 enum { FIT = (160 << 10) / sizeof(struct tile), TILES = FIT < 1 ? 1 : FIT < 8 ? FIT : 8 };
 
 /* KEYS keys and values, as tiles multiply them. */

@@ -182,8 +182,8 @@ def test_query_tiles(num_decodes: int, shapes: list[tuple[int, int]], tile: int,
     assert sorted(covered) == [
         (row, token) for row in range(len(decodes), len(shapes)) for token in range(shapes[row][0])
     ]
-    starts = [shapes[row][1] - shapes[row][0] + piece.start for row, piece in pieces]
-    assert starts == sorted(starts, reverse=True), "a tile with more to read comes later"
+    order = [(-shapes[row][1], row, -piece.start) for row, piece in pieces]
+    assert order == sorted(order), "a longer sequence comes later, or tiles of one are apart or do not go backwards"
     assert metadata.query_tiles(tile) is tiles, "made once for all layers"
     assert metadata.query_tiles(tile + 1) is not tiles
 

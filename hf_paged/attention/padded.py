@@ -29,6 +29,7 @@ class PaddedLayout:
             whose keys are in the pool already.
         slots: `[B, W]` int64 on the host: where a column's key is in the pool; those of padding in the null block.
         attention_mask: `[B, W]` int64, 0 at padding.
+        is_fresh: All tokens of all rows are new.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class PaddedLayout:
         query_lens, seq_lens, size = metadata.host_query_lens, metadata.host_seq_lens, metadata.block_size
         self.seq_lens = seq_lens
         self.width, self.query_width = (int(seq_lens.max()), int(query_lens.max())) if shape is None else shape
+        self.is_fresh = self.width == self.query_width and bool((query_lens == seq_lens).all())
         columns = np.arange(self.width)
         index = columns - (self.width - seq_lens)[:, None]  # of a column's token in its sequence
         is_real = index >= 0
@@ -98,7 +100,7 @@ class PaddedCache(Cache):
         self._step.write(key, value, layer_idx)
         self._lengths[layer_idx] = self._layout.width
         pool, index, key_dim = self._kv_cache.at(layer_idx)
-        if self._past == 0 and key_states.dtype is pool.dtype:
+        if self._layout.is_fresh and key_states.dtype is pool.dtype:
             return key_states, value_states
         slots = self._slots[self._places[layer_idx][0]].to(pool.device)
         key, value = reference.gather_slots(pool, index, slots, key_dim)

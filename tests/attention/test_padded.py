@@ -21,6 +21,7 @@ SHAPES = {  # new tokens and tokens of each row
     "prompts": [(3, 3), (1, 1), (4, 4)],
     "chunks": [(2, 7), (4, 5), (3, 3), (1, 6)],
     "one row": [(2, 5)],
+    "a cached beginning beside a fresh prompt": [(4, 4), (3, 4)],
     "alike": [(2, 4), (2, 4)],
 }
 

@@ -474,6 +474,22 @@ def test_prefix_hits_of_every_alignment(make_pair: MakePair, block_size: int) ->
             assert pair.seen == [length - hit, 1], "what was hit was computed again"
 
 
+@pytest.mark.parametrize("name", ["bloom", "gptj", "llama"])
+def test_a_prefix_hit_beside_a_fresh_prompt(make_pair: MakePair, name: str) -> None:
+    """Would break: rows that are as long as each other, of which one began in the cache."""
+    pair = make_pair(name, block_size=4, num_blocks=64)
+    for seed in range(3):
+        first = random_ids(1, 4, seed=seed)
+        pair.generate(input_ids=torch.cat([first, random_ids(1, 3, seed=9)], dim=1), max_new_tokens=2)
+        prompts = random_ids(1, 16, seed=seed + 20), torch.cat([first, random_ids(1, 12, seed=seed + 30)], dim=1)
+        pair.engine.pause()
+        given = {"max_new_tokens": 6, "eos_token_id": None}
+        requests = [pair.engine.submit(prompt, **given) for prompt in prompts]
+        pair.engine.resume()
+        found = [request.result(PATIENCE).token_ids for request in requests]
+        assert found == [pair.stock.generate(prompt, **given)[0, 16:].tolist() for prompt in prompts]
+
+
 @pytest.mark.parametrize("arguments", [{}, SAMPLE, BEAMS], ids=name_of)
 @pytest.mark.parametrize(
     ("block_size", "overlaps"), [(1, False), (3, False), (4, False), (1, True), (3, True), (4, True), (16, True)]

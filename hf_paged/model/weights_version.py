@@ -367,7 +367,7 @@ class WeightsVersion(Lasting):
         if (model := self._model()) is not None:
             stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             own = {id(each) for module in self._modules_now(model) for each in module._parameters.values()}
-            self._was_stepped = any(id(parameter) in own for parameter in stepped)
+            self._was_stepped |= any(id(parameter) in own for parameter in stepped)
             if self._adapters is not None:
                 self._adapters.note_step(stepped)
 

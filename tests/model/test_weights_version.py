@@ -129,9 +129,11 @@ def test_an_optimizer_made_before_or_after_and_of_one_parameter_only(net: nn.Seq
     early = torch.optim.AdamW([net[2].bias], fused=True)
     watch = Watch(net)
     late = torch.optim.AdamW([{"params": [nn.Parameter(torch.ones(1))]}, {"params": [net[0].bias]}], fused=True)
+    critics = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     for optimizer in (early, late):
         backward(net)
-        optimizer.step()
+        optimizer.step()  # fused: no version moves
+        critics.step()
         watch.assert_moved()
 
 

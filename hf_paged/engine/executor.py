@@ -19,6 +19,7 @@ from hf_paged.core.sequence import GivenToken
 from hf_paged.engine.kv_pool import KVPool
 from hf_paged.engine.leader import Leader
 from hf_paged.engine.lone_rows import LoneRows
+from hf_paged.engine.request import call_all
 from hf_paged.engine.run import Run
 from hf_paged.kernels.availability import draw_grid
 from hf_paged.kernels.philox import DrawGrid
@@ -264,8 +265,7 @@ class StepExecutor:
             num_tokens, num_rows = done.rows.num_tokens, len(done.rows.columns[0])
             if not done.is_decode and num_tokens > 4 * num_rows:
                 self._pool.cost.note_prefill(num_tokens, seconds)
-        for listener in self.step_listeners.copy():
-            listener()
+        call_all(self.step_listeners)
 
     def _embeddings(self, batch: Batch) -> Tensor:
         """`[E, hidden_size]`, what the batch's tokens of `embedded` were given as; in slices, as it was given."""

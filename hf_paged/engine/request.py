@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 import weakref
@@ -15,6 +16,16 @@ from hf_paged.core.interrupts import deferred_interrupt, wait_interruptibly
 from hf_paged.sampling.logprobs import TokenLogprobs
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+def call_all(listeners: list[Callable[[], None]]) -> None:
+    """Calls each; what one raises is logged, since nothing whose step this is has to do with it."""
+    for listener in listeners.copy():
+        try:
+            listener()
+        except Exception:
+            logger.exception("a listener raised, which must only hand on that something is new")
 
 
 class TokenEvent(NamedTuple):
@@ -127,10 +138,8 @@ class RequestState:
             if self.first_token_time is None:
                 self.first_token_time = time.monotonic()
             self.events.append(TokenEvent(index, token, logprobs))
-            if is_last:  # as `announce`, without a call for each token
-                self.condition.notify_all()
-                for listener in self._listeners.copy():
-                    listener()
+            if is_last:
+                self.announce()
 
     def finish(
         self,
@@ -172,8 +181,8 @@ class RequestState:
     def listen(self, listener: Callable[[], None]) -> None:
         """`listener` is called now, and on any thread whenever something new is there."""
         with self.condition:
+            listener()  # one that raises is not kept
             self._listeners.append(listener)
-            listener()
 
     def unlisten(self, listener: Callable[[], None]) -> None:
         """Ends `listen`. Takes no lock: the garbage collector may call it."""
@@ -182,8 +191,8 @@ class RequestState:
     def announce(self) -> None:
         """Tells all listeners to look. The condition is held."""
         self.condition.notify_all()
-        for listener in self._listeners.copy():
-            listener()
+        if self._listeners:
+            call_all(self._listeners)
 
 
 class Request:

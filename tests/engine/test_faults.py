@@ -135,6 +135,34 @@ def test_user_code_that_raises(pair: Pair, code: str, mode: str) -> None:
         assert held > 0
 
 
+@pytest.mark.parametrize("when", ["token", "end", "cancelled", "step"])
+@pytest.mark.parametrize("mode", ["greedy", "beams"])
+def test_a_listener_that_raises(pair: Pair, mode: str, when: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Would break: an error of one request's listener that reaches those whose rows share the step."""
+    given = {"max_new_tokens": 12 if when != "cancelled" else 60} | UNMARKED | MODES[mode]
+    with neighbours(pair):
+        request = pair.engine.submit(prompt(5), **given)
+
+        def burn() -> None:
+            raise Boom("burnt")
+
+        if when == "step":
+            end = pair.engine.on_step(burn)
+            request.result(PATIENCE)
+            end()
+        elif when == "token":
+            own = threading.get_ident()  # on which it is called at once, maybe behind a token
+            request.listen(lambda: burn() if threading.get_ident() != own else None)
+        else:
+            request.on_done(burn)
+        if when == "cancelled":
+            request.cancel()
+        assert request.result(PATIENCE).finish_reason == ("cancelled" if when == "cancelled" else "length")
+        with pytest.raises(Boom):  # told at the call
+            request.listen(burn)
+    assert "a listener raised" in caplog.text and "burnt" in caplog.text
+
+
 def interrupted(call: Callable[[], Any], wait: Callable[[], Any]) -> bool:
     """Calls, with a Ctrl-C when another thread has waited; whether that came before the call's end."""
     is_over = False

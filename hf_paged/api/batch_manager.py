@@ -210,7 +210,8 @@ class PagedBatchManager(ContinuousBatchingManager):
             Its id; `None` if the manager takes no more requests.
 
         Raises:
-            ValueError: A setting or an adapter that there isn't or that can't be honoured, an id in use.
+            ValueError: A setting or an adapter that there isn't or that can't be honoured, an id in use, a prompt that
+                is no list.
             queue.Full: `max_queue_size` requests are waiting, and were for 10 seconds.
         """
         given = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}

@@ -13,8 +13,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, GenerationM
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from hf_paged.api.batch_manager import PagedBatchManager
-from hf_paged.api.batch_request import request_of, with_settings
-from hf_paged.api.engine_of import engine_of
+from hf_paged.api.batch_request import check_prompt, request_of, with_settings
+from hf_paged.api.engine_of import ENGINE, engine_of
 
 MANAGER = "_cached_continuous_batching_manager"  # of a model: transformers' own name
 
@@ -29,7 +29,15 @@ class PagedBatchMixin:
         continuous_batching_config: ContinuousBatchingConfig | None = None,
         workload_hints: Any = None,
     ) -> PagedBatchManager:
-        manager = self.__dict__.get(MANAGER)
+        return self._manager(self.__dict__.get(MANAGER), generation_config, continuous_batching_config)
+
+    def _manager(
+        self: Any,
+        manager: Any,
+        generation_config: GenerationConfig | None,
+        continuous_batching_config: ContinuousBatchingConfig | None,
+    ) -> PagedBatchManager:
+        """The manager that was kept, as it is configured now, or a new one."""
         is_kept = isinstance(manager, PagedBatchManager)
         config = generation_config or (manager.generation_config if is_kept else self.generation_config)
         batching = continuous_batching_config or getattr(config, "continuous_batching_config", None)
@@ -54,16 +62,21 @@ class PagedBatchMixin:
         """As transformers' own, but that requests don't run on behind an exception. `warmup` changes nothing: what is
         compiled is the engine's, see `Engine.warm_up`.
         """
-        manager = self.init_continuous_batching(generation_config, continuous_batching_config, workload_hints)
-        manager.start()
+        kept = self.__dict__.pop(MANAGER, None)  # until this ends: a call beside it has a manager of its own
         try:
-            yield manager
-        except BaseException:
-            manager.destroy()
-            raise
-        manager.stop(block=block, timeout=timeout, keep_for_next_session=persistent_manager)
-        if not persistent_manager:
-            manager.destroy()
+            manager = self._manager(kept, generation_config, continuous_batching_config)
+            manager.start()
+            try:
+                yield manager
+            except BaseException:
+                manager.destroy()
+                raise
+            manager.stop(block=block, timeout=timeout, keep_for_next_session=persistent_manager)
+            if not persistent_manager:
+                manager.destroy()
+        finally:
+            if kept is not None and ENGINE in self.__dict__:  # which `unpatch()` ends with all else
+                self.__dict__.setdefault(MANAGER, kept)
 
     def generate_batch(
         self: Any,
@@ -85,7 +98,7 @@ class PagedBatchMixin:
             children. One that failed has an `error`.
 
         Raises:
-            ValueError: A setting that there isn't, or that can't be honoured.
+            ValueError: A setting that there isn't, or that can't be honoured; a prompt that is no list.
         """
         config = self.generation_config if generation_config is None else generation_config
         adapters = kwargs.pop("adapter_names", None)
@@ -93,6 +106,8 @@ class PagedBatchMixin:
         if len(adapters) != len(inputs):
             raise ValueError(f"got {len(adapters)} adapter_names for {len(inputs)} prompts: give one for each")
         engine_of(self).check_adapters([name for name in adapters if name is not None])  # before any prompt runs
+        for prompt in inputs:
+            check_prompt(prompt)
         config = with_settings(config, kwargs, "generate_batch()") if kwargs else config
         if not inputs:
             return {}

@@ -15,8 +15,15 @@ from hf_paged.api.engine_of import engine_of
 from hf_paged.engine.request import Request, TokenEvent
 
 _CHILD = "__child#"  # in the id of a request's further sequences, behind its own
-# What `generate()` would take from the model's own generation config, and the batch API does not: it is given all.
-_NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+class _Given(GenerationConfig):
+    """A config into which `generate()` takes nothing of the model's own: the batch API has none but the given one."""
+
+    def update(self, defaults_only: bool = False, allow_custom_entries: bool = False, **settings: Any) -> Any:
+        if allow_custom_entries:  # these are the model's own
+            return {}
+        return super().update(defaults_only, allow_custom_entries, **settings)
 
 
 def request_of(name: str) -> str:
@@ -39,6 +46,14 @@ def with_settings(config: GenerationConfig, settings: dict[str, Any], where: str
             "model.paged.submit() and model.paged.generate() take all arguments of generate()"
         )
     return config
+
+
+def check_prompt(prompt: Any) -> None:
+    """Raises `ValueError` for what can't be a prompt; of other faults, a result tells."""
+    try:
+        iter(prompt)
+    except TypeError:
+        raise ValueError(f"a prompt must be a list of token ids, got {prompt!r:.80}") from None
 
 
 def check_config(config: GenerationConfig, returns_logprobs: bool) -> None:
@@ -84,7 +99,8 @@ class BatchRequest:
     _times: list[list[float]] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` for a setting that needs tokens to come one by one."""
+        """Raises `ValueError` for no prompt, and for a setting that needs tokens to come one by one."""
+        check_prompt(self.prompt)
         for name, is_asked in (("streaming", self.is_streaming), ("record_timestamps", self.has_timestamps)):
             if is_asked and (self.config.num_beams or 1) > 1:
                 raise ValueError(
@@ -98,13 +114,14 @@ class BatchRequest:
         """The arguments for `submit()`, which this is about to be given to."""
         self.start_time = time.perf_counter()
         config = copy.copy(self.config)
-        config.do_sample = bool(config.do_sample)
-        if config.do_sample:
-            for name, value in _NEUTRAL.items():
-                if getattr(config, name) is None:
-                    setattr(config, name, value)
         if config.max_new_tokens is None and config.max_length is None:
             config.max_new_tokens = max(1, engine_of(model).core.bound.max_context - len(self.prompt))
+        if config.do_sample and config.top_k is None:
+            config.top_k = 0  # which is 50 for `generate()`
+        for name in ("pad_token_id", "bos_token_id", "decoder_start_token_id"):
+            if getattr(config, name) is None:
+                setattr(config, name, getattr(model.generation_config, name))
+        config.__class__ = _Given
         eos = config.eos_token_id
         given = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
         # "None" would be taken from the model's own config.

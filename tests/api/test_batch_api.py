@@ -97,6 +97,21 @@ def test_sampling_draws_as_generate_does(pair: Pair, num: int) -> None:
             assert -1e-4 <= kept <= -torch.log(torch.tensor(0.9)) + 1e-4
 
 
+OWN = {"repetition_penalty": 9.0, "num_beams": 2, "no_repeat_ngram_size": 1, "min_new_tokens": 8, "top_k": 1}
+OWN |= {"suppress_tokens": list(range(9, 60)), "max_new_tokens": 3, "stop_strings": ["a"]}
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_the_models_own_settings_do_not_count_beside_given_ones(pair: Pair, do_sample: bool) -> None:
+    """Would break: what `generate()` takes from the model's generation config; more sequences than were asked for."""
+    pair.paged.generation_config.update(**OWN, **({"num_return_sequences": 2} if do_sample else {}))
+    limit = {"max_new_tokens": None, "max_length": len(PROMPTS[0]) + 9}
+    settings = config(do_sample=do_sample, **limit, **({"top_k": 0} if do_sample else {}))
+    expected = [stock_tokens(pair.stock, prompt, settings, seed=11)[0] for prompt in PROMPTS[:1]]
+    found = pair.paged.generate_batch(PROMPTS[:1], settings, ContinuousBatchingConfig(seed=11))
+    assert [output.generated_tokens for output in found.values()] == expected
+
+
 def test_without_a_limit_the_context_ends_it(make_pair: MakePair) -> None:
     """Would break: 20 tokens, generate()'s default, where the batch API has no limit."""
     pair = make_pair(num_blocks=128)
@@ -357,6 +372,29 @@ def test_kept_manager(pair: Pair) -> None:
     assert not manager.is_running() and manager.get_result(endless).error
     assert not hasattr(pair.paged, "_cached_continuous_batching_manager")
     assert type(pair.paged).init_continuous_batching is type(pair.stock).init_continuous_batching
+
+
+def test_calls_at_once_beside_a_kept_manager(pair: Pair) -> None:
+    """Would break: calls that take each other's results, or that end each other's manager."""
+    pair.paged.generate_batch(PROMPTS[:1], config(), persistent_manager=True)
+    expected = pair.paged.generate_batch(PROMPTS * 6, config())
+    calls = [in_background(pair.paged.generate_batch, PROMPTS * 6, config(), persistent_manager=True) for _ in "abc"]
+    for call in calls:
+        found = call.result(PATIENCE)
+        assert [o.generated_tokens for o in found.values()] == [o.generated_tokens for o in expected.values()]
+    assert pair.paged.init_continuous_batching() is pair.paged.init_continuous_batching()
+
+
+@pytest.mark.parametrize("prompt", [None, 5, torch.tensor(5)], ids=str)
+def test_what_is_no_prompt(pair: Pair, prompt: Any) -> None:
+    """Would break: a manager that waits for ever for a request that never began."""
+    with pytest.raises(ValueError, match="list of token ids"):
+        pair.paged.generate_batch([PROMPTS[0], prompt], config())
+    with pair.paged.continuous_batching_context_manager(config()) as manager:
+        with pytest.raises(ValueError, match="list of token ids"):
+            manager.add_request(prompt)
+        name = manager.add_request(PROMPTS[0])
+        assert manager.get_result(name, timeout=PATIENCE).generated_tokens
 
 
 def test_queue_limit(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,7 +156,7 @@ def look_at(model: Any, is_exact_asked: bool = False) -> SupportReport:
 
 def _notes(model: PreTrainedModel) -> tuple[str, ...]:
     """Why a model that can be patched may not give stock's tokens, or takes the same adapters for all rows."""
-    why = peft_layers.why_shared(model.modules(), ranks_of(model) is None)
+    why = peft_layers.why_shared(model, model.modules(), ranks_of(model) is None)
     same = () if why is None else (f"rows of a step share their adapters, by PEFT's own code: {why}",)
     mixed = [name for name, module in model.named_modules() if _scales_by_batch(module)]
     if not mixed:
@@ -185,7 +185,7 @@ def _why_not_on_ranks(traits: ModelTraits, model: PreTrainedModel) -> str | None
         "it is multimodal": inner_path(model) not in (None, ""),
         "its layers have indexers": bool(traits.indexers),
         "its rows can't share steps with others": not traits.is_batched,
-        "its sources are gathered for padded rows": bool(traits.cross) and traits.runs_padded,
+        "it has an encoder": bool(traits.cross),
     }
     found = [kind for kind, is_so in kinds.items() if is_so]
     return f"{found[0]}, which is not taken over several processes (tp_plan): load it on one" if found else None
@@ -202,7 +202,7 @@ def _why_not_on_devices(traits: ModelTraits, model: PreTrainedModel) -> str | No
         "some of its layers attend to others' keys": None in traits.layers or traits.shares_attention,
         "its layers are told positions": traits.tells_positions,
         "its rows can't share steps with others": not traits.is_batched,
-        "its sources are gathered for padded rows": bool(traits.cross) and traits.runs_padded,
+        "it has an encoder": bool(traits.cross),
     }
     found = [kind for kind, is_so in kinds.items() if is_so]
     return f"{found[0]}, which is not taken over several devices: load it on one (device_map=0)" if found else None

@@ -337,6 +337,8 @@ class Engine(Lasting):
         core = self.core
         if self.ranks is not None:
             raise ValueError("load_adapter() is not for a model that is split between processes (tp_plan)")
+        if core.model.config.is_encoder_decoder:
+            raise ValueError("load_adapter() is not for a model with an encoder: use PEFT's; rows share what is set")
         with core.transaction():
             adapters = core.adapters
             adapters.look(core.model)

@@ -81,7 +81,7 @@ class Adapters:
             self._tuners = tuners
             self._sets.clear()
             self._set_layers(model)
-        self.why_own_code = peft_layers.why_shared(modules, self._is_whole)
+        self.why_own_code = peft_layers.why_shared(model, modules, self._is_whole)
         return modules if self.is_by_row else all_modules(model)
 
     def modules(self, model: nn.Module) -> list[nn.Module]:

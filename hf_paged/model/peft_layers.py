@@ -96,8 +96,8 @@ def why_own_code(layer: Any) -> str | None:
     return f"{name} has a {odd[0]}" if odd else None
 
 
-def why_shared(modules: Iterable[nn.Module], is_whole: bool) -> str | None:
-    """Why all rows of a step have the same adapters, in a model of these modules; `None`: each may have its own.
+def why_shared(model: Any, modules: Iterable[nn.Module], is_whole: bool) -> str | None:
+    """Why all rows of a step have the same adapters; `None`: each may have its own.
 
     Args:
         modules: Of the model, PEFT's layers among them.
@@ -105,6 +105,8 @@ def why_shared(modules: Iterable[nn.Module], is_whole: bool) -> str | None:
     """
     modules = list(modules)
     tuners = tuners_among(modules)
+    if tuners and model.config.is_encoder_decoder:
+        return "an encoder runs in its callers' calls, and what it made serves all that read the same"
     if tuners and not is_whole:
         return "the model is split between processes (tp_plan)"
     if tuners_among([own for module in modules if (own := module._modules.get(OF_LATENTS)) is not None]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -317,6 +318,35 @@ def test_padded_decoder_prompts(make_pair: MakePair) -> None:
     whisper = make_pair(build("whisper"))
     whisper.generate(**sources("whisper"), **told, max_new_tokens=6, do_sample=False)
     assert whisper.engine.stats().num_steps > 0
+
+
+@pytest.mark.parametrize("name", ["bart", "t5", "mvp", "led"])
+def test_lora(name: str) -> None:
+    """Would break: adapters behind keys and values of sources, which are no tokens of a step; one adapter's sources
+    for another's rows."""
+    peft = pytest.importorskip("peft")
+    targets = ["q", "v"] if name == "t5" else ["q_proj", "v_proj"]
+    lora = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, lora_alpha=64)
+    torch.manual_seed(0)
+    stock = peft.get_peft_model(build(name), lora, adapter_name="one")
+    stock.add_adapter("two", lora)
+    model = hf_paged.patch(copy.deepcopy(stock.eval()), num_blocks=128, block_size=4)
+    ids, texts = torch.randint(5, VOCAB, (2, 9)), set()
+    for adapter in ("one", "two", None, "one"):
+        found = []
+        for each in (stock, model):
+            each.set_adapter(adapter or "one")
+            with each.disable_adapter() if adapter is None else nullcontext():
+                found.append(each.generate(input_ids=ids, max_new_tokens=8, do_sample=False))
+        assert torch.equal(*found)
+        texts.add(tuple(found[0].flatten().tolist()))
+    assert len(texts) == 3, "the adapters change nothing"
+    engine = model.get_base_model().paged
+    assert engine.stats().num_steps > 20
+    with pytest.raises(ValueError, match="an encoder runs in its callers' calls"):
+        engine.submit(ids[:1], adapter="two")
+    with pytest.raises(ValueError, match="not for a model with an encoder"):
+        engine.load_adapter("three", "folder")
 
 
 def test_refusals(make_pair: MakePair) -> None:

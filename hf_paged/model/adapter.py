@@ -39,6 +39,7 @@ class Adapter:
         uid: Of no other one in the process, and
         version: how often its weights have changed.
         follows_base: Whether what it reads depends on the model's own weights, beside `tensors`.
+        is_gone: Whether it was found to be deleted.
         is_stepped: Whether an optimizer has changed them since they were read.
         places: Where its tensors lie.
     """
@@ -51,6 +52,7 @@ class Adapter:
         "_samples",
         "_versions",
         "follows_base",
+        "is_gone",
         "is_stepped",
         "name",
         "places",
@@ -72,7 +74,7 @@ class Adapter:
         """`read` makes its weights, `find` finds the tensors that they are made of, where they may change."""
         self.name, self.slot, self._read, self._find = name, -1, read, find
         self.uid = next(self._uids) if uid is None else uid
-        self.version, self.is_stepped, self.follows_base = 0, False, False
+        self.version, self.is_gone, self.is_stepped, self.follows_base = 0, False, False, False
         self.weights = read()
         self._look()
 
@@ -93,6 +95,7 @@ class Adapter:
         """Reads its weights anew if they changed since it was last asked; whether they did."""
         tensors, found = self.weights.tensors, self._find()
         if len(found) != len(tensors):  # it was deleted: the rows that have it keep it
+            self.is_gone = True
             return False
         are_same = all(map(operator.is_, found, tensors)) and not self.has_moved()
         if are_same and all(map(torch.equal, _samples(tensors), self._samples)):

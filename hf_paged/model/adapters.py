@@ -150,7 +150,7 @@ class Adapters:
         adapter = self._sets.get(key)
         if adapter is not None:
             self._take_over([adapter])
-        else:
+        if adapter is None or adapter.is_gone:
             name = " and ".join(dict.fromkeys(name for names in choice for name in names))
             tuners = self._tuners
             read, find = partial(_read, tuners, choice), partial(_tensors, tuners, choice)

@@ -337,6 +337,21 @@ def test_parameters_that_are_replaced_or_deleted(kind: str) -> None:
     ended(model)
 
 
+def test_an_adapter_made_again_under_its_name() -> None:
+    """Would break: the deleted one's weights, because the new one has more tensors."""
+    stock = copy.deepcopy(stock_of("mixed"))
+    model, found = patched("mixed"), []
+    for each in (stock, model):
+        each.set_adapter("one")
+        each.generate(input_ids=prompt(1), **OPTIONS)
+        each.delete_adapter("one")
+        torch.manual_seed(1)
+        each.add_adapter("one", peft.LoraConfig(**KINDS["mixed"][1]["one"], use_dora=True, init_lora_weights=False))
+        each.eval().set_adapter("one")
+        found.append(each.generate(input_ids=prompt(1), **OPTIONS))
+    assert torch.equal(*found) and not torch.equal(found[0], expected("mixed", "one", 1))
+
+
 def test_kept_caches_and_scores() -> None:
     stock, model = stock_of("mixed"), patched("mixed", **SMALL)
     inner = model.get_base_model()

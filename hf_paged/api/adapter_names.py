@@ -48,7 +48,7 @@ def _guarded_class(base: Any) -> Any:
             adapters = None if names is None or offsets is not None else engine.core.adapters_named(names)
             if adapters is not None:
                 hook = cache(partial(stack.enter_context, hooked(self, engine, original)))  # once is enough
-                with within(adapters=adapters, runs_stock=hook):
+                with within(adapters=(engine.core, adapters), runs_stock=hook):
                     yield
                 return
             stack.enter_context(hooked(self, engine, original))

@@ -43,7 +43,7 @@ def paged_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             if engine is not None and engine.exact_forwards is not None and engine.exact_forwards.takes(given):
                 return _exactly(self, engine.exact_forwards, _by_name(signature, given))
             if engine is not None:
-                run_stock()
+                run_stock(engine)
                 kwargs |= {} if args else _encoded_before(self, given)
             if engine is None or engine.ranks is None:
                 with nullcontext() if engine is None else engine.core.undisturbed():

@@ -121,14 +121,15 @@ def fall_back(engine: Engine, reason: str) -> None:
     if engine.config.strict:
         raise UnsupportedCallError(f"{reason}: only stock generate() can run this call, and strict=True forbids it")
     engine.core.note_detour(f"stock generate(): {reason}")
-    run_stock()
+    run_stock(engine)
     logger.warning_once(f"hf_paged: this call runs stock generate() without the paged cache: {reason}")
 
 
-def run_stock() -> None:
-    """Lets stock's forwards of this call have the adapters that its rows have."""
-    if (enter := call_context().runs_stock) is not None:
-        enter()
+def run_stock(engine: Engine) -> None:
+    """Lets stock's forwards of this engine's call have the adapters that its rows have."""
+    context = call_context()
+    if context.runs_stock is not None and context.adapters is not None and context.adapters[0] is engine.core:
+        context.runs_stock()
 
 
 def engine_rows(model: Any, call: PreparedCall) -> CallRows | None:

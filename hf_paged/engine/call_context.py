@@ -33,7 +33,7 @@ class CallContext:
         states: Of the generators that this thread drew from when it was entered.
         host: Its host copies; `None` when it is prepared over the caller's tensors themselves, and in its loop.
         hides_device: Whether the model is to say that it is on the CPU, as the call's tensors are.
-        adapters: What is added to the model for each prompt; `None`: what it is set to.
+        adapters: An engine, and what is added to its model for each prompt; `None`, and for others: what it is set to.
         runs_stock: Enters what the call needs around stock's forwards, because of `adapters`; once, if called again.
         twin: Of a wrapper, the model with the call's state, which `generate()` runs on.
         encodings: What its encoder has made of the last rows, where `generate()` may ask for the same again.
@@ -48,7 +48,7 @@ class CallContext:
     states: GeneratorStates = field(default_factory=dict)
     host: HostCall | None = None
     hides_device: bool = False
-    adapters: tuple[Adapter | None, ...] | None = None
+    adapters: tuple[EngineCore, tuple[Adapter | None, ...]] | None = None
     runs_stock: Callable[[], None] | None = None
     twin: Twin | None = None
     encodings: dict[Hashable, Any] | None = None

@@ -243,8 +243,8 @@ class EngineCore:
         Raises:
             ValueError: The call names fewer or more adapters than it has prompts.
         """
-        given = call_context().adapters
-        if given is None:
+        owner, given = call_context().adapters or (None, ())
+        if owner is not self:
             return [self.adapters.active()] * num_rows
         if not given or num_rows % len(given):
             raise ValueError(

@@ -301,7 +301,8 @@ class Engine(Lasting):
         adapters = None
         if name is not None:
             self.check_adapters((name,))
-            adapters = self.core.adapters_named((name,))
+            named = self.core.adapters_named((name,))
+            adapters = None if named is None else (self.core, named)
         with within(adapters=adapters, runs_stock=None):
             yield
 

@@ -17,6 +17,7 @@ from transformers.utils import output_capturing
 from transformers.utils.output_capturing import _active_collector
 
 from hf_paged.kernels.layers import InputError, LayerKernels
+from hf_paged.model.hooks import RowsHook
 
 SharedT = TypeVar("SharedT")
 
@@ -180,9 +181,11 @@ def is_untouched(module: nn.Module) -> bool:
 def has_hooks(module: nn.Module) -> bool:
     """Whether hooks look at its forwards, or change them.
 
-    Not those that transformers leaves where it has once captured hidden states, while it captures none.
+    Not those that transformers leaves where it has once captured hidden states, while it captures none; nor those of
+    PEFT for the rows of one call, which let steps pass.
     """
-    if module._forward_pre_hooks or _GLOBAL_HOOKS or _GLOBAL_PRE_HOOKS:
+    before = module._forward_pre_hooks
+    if _GLOBAL_HOOKS or _GLOBAL_PRE_HOOKS or (before and any(type(own) is not RowsHook for own in [*before.values()])):
         return True
     hooks = module._forward_hooks
     return bool(hooks) and not (not _active_collector.get() and all(map(_captures, hooks.values())))

@@ -119,6 +119,35 @@ def test_no_other_thread_is_ever_shown_a_calls_hooks(monkeypatch: pytest.MonkeyP
     assert torch.equal(found[0], expected) and not num_hooks(model)
 
 
+def test_stock_forwards_beside_requests_and_other_models() -> None:
+    """Would break: requests that fail while a stock forward has PEFT's hooks; adapters of a call in another model."""
+    stock, plain = tuned(), tiny_lm()
+    model, other = hf_paged.patch(copy.deepcopy(stock), num_blocks=64), hf_paged.patch(copy.deepcopy(plain))
+    names = {"adapter_names": ["one", "two"]}
+    expected = stock.generate(input_ids=IDS, **OPTIONS, **names)
+    engine = model.get_base_model().paged
+    engine.pause()
+    request = engine.submit(IDS[1:], adapter="two", **OPTIONS)
+    engine.step(), engine.step()
+    with torch.no_grad():
+        assert torch.allclose(model(input_ids=IDS, **names).logits, stock(input_ids=IDS, **names).logits, atol=1e-4)
+    engine.resume()
+    assert request.result(60).token_ids == expected[1, 6:].tolist()
+    guided = {"guidance_scale": 1.5} | names
+    assert torch.equal(*[each.generate(input_ids=IDS, **OPTIONS, **guided) for each in (stock, model)])
+    asked: list[Tensor] = []
+
+    class Ask(LogitsProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            asked.append(other.generate(input_ids[:, -4:], **OPTIONS))
+            other(input_ids)
+            assert not num_hooks(model), "they are for stock forwards of the model that has them"
+            return scores
+
+    assert torch.equal(model.generate(input_ids=IDS, **OPTIONS, **names, logits_processor=[Ask()]), expected)
+    assert torch.equal(asked[0], plain.generate(IDS[:, -4:], **OPTIONS))
+
+
 def test_a_call_that_raises_leaves_no_hooks() -> None:
     model = hf_paged.patch(tuned(), num_blocks=64)
     expected = model.generate(input_ids=IDS, **OPTIONS)

@@ -184,5 +184,5 @@ class Forwards:
                 "no exact forward with gradient checkpointing: it is one already, each layer is computed again in the "
                 "backward pass; call gradient_checkpointing_disable() (of a trainer: gradient_checkpointing=False)"
             )
-        if is_stochastic(model) or getattr(model.config, "router_jitter_noise", None):
+        if is_stochastic(model):
             raise ValueError("no exact forward with dropout, or noise of a router, in training mode: set it to 0")

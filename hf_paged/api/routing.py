@@ -70,7 +70,7 @@ def why_stock(model: Any, generation_config: GenerationConfig, cache: Any, verif
     if engine.ranks is not None and (reason := _why_stock_on_ranks(engine, generation_config)):
         return f"{reason} over several processes (tp_plan)"
     if model.training and is_stochastic(model):
-        return "the model is in training mode with dropout or gradient checkpointing (call model.eval())"
+        return "the model is in training mode with dropout, other noise or gradient checkpointing (call model.eval())"
     return None
 
 

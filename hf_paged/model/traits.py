@@ -127,6 +127,14 @@ class ModelTraits:
         return KVGeometry(tuple(pages), groups.elements, dtype)
 
 
+# Settings by which a model's own code draws without a module for it, in its config or one inside.
+_DRAWS = (
+    *("attention_dropout", "attn_pdrop", "resid_pdrop", "layerdrop", "dropout", "dropout_rate", "hidden_dropout"),
+    *("residual_dropout", "activation_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob"),
+    *("encoder_layerdrop", "decoder_layerdrop", "router_jitter_noise", "input_jitter_noise", "moe_jitter_eps"),
+)
+
+
 def is_stochastic(model: nn.Module) -> bool:
     """Whether forwards in training mode draw (dropout) or drop the cache (gradient checkpointing)."""
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
@@ -134,5 +142,6 @@ def is_stochastic(model: nn.Module) -> bool:
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
         return True
     config: PreTrainedConfig = model.config  # type: ignore[assignment]
-    rates = (getattr(config, name, 0.0) for name in ("attention_dropout", "attn_pdrop", "layerdrop", "dropout"))
+    inside = [own for own in vars(config).values() if isinstance(own, PreTrainedConfig)]
+    rates = (getattr(own, name, 0.0) for own in (config, *inside) for name in _DRAWS)
     return any(isinstance(rate, float) and rate > 0 for rate in rates)

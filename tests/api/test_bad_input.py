@@ -400,6 +400,12 @@ def trained_with_dropout(model: Any) -> dict[str, Any]:
     return {}
 
 
+def trained_with_jitter(model: Any) -> dict[str, Any]:
+    model.train()
+    model.config.router_jitter_noise = 0.1  # by which a mixture of experts draws, without a module for it
+    return {}
+
+
 FALLBACKS: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
     "attentions": (lambda model: {"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
     "no_cache": (lambda model: {"use_cache": False}, "use_cache=False"),
@@ -411,6 +417,7 @@ FALLBACKS: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
         "StaticCache",
     ),
     "dropout": (trained_with_dropout, "training mode"),
+    "jitter": (trained_with_jitter, "training mode"),
 }
 
 

@@ -246,6 +246,7 @@ class PagedGenerationMixin(PagedBatchMixin):
         # The gate for Ctrl-C is put up once a call, and opened and closed in each step.
         with deferred_interrupt(), allowed_interrupt():
             states = DRAWS.states(core.generator_devices)
+            call_context().states = {}  # of a call that this one prepares, which draws behind it
             host = None
             if device.type == "cuda" and not self.config.is_encoder_decoder:  # whose encoder is run before the loop
                 host = HostCall.of(self, device, args, kwargs, is_submitted)

@@ -212,6 +212,17 @@ def test_custom_generate(pair: Pair) -> None:
     assert pair.seen == [33, 3, 3, 3, 3, 3] and pair.delta["num_steps"] == 6
 
 
+def test_draws_behind_a_call_inside(text_pair: Pair) -> None:
+    """Would break: the same draws again, for a call that transformers prepares by another one."""
+    found = []
+    given = tiny_tokenizer()("He said (t", return_tensors="pt") | {"tokenizer": tiny_tokenizer()}
+    for model in (text_pair.stock, text_pair.paged):
+        model.generation_config.do_sample = True
+        torch.manual_seed(0)
+        found.append(model.generate(**given, token_healing=True, max_new_tokens=20))
+    assert torch.equal(*found)
+
+
 ASSISTED: dict[str, tuple[str, dict[str, Any]]] = {
     "greedy": ("similar", {}),
     "other": ("other", {}),

@@ -17,6 +17,7 @@ from hf_paged.engine.prepared_call import PreparedCall
 from hf_paged.engine.request import RequestState
 from hf_paged.engine.scoring import LogitRows, token_logprobs
 from hf_paged.sampling.logprobs import LogprobsWanted, ScoresWanted
+from hf_paged.sampling.processors import RowEnds
 from hf_paged.sampling.random import DRAWS, GeneratorStates
 
 
@@ -63,7 +64,10 @@ def run_prepared(
     if call.watch is not None and call.watch.beam_scores is not None:
         scores = call.watch.beam_scores[:, : config.num_return_sequences].reshape(-1).tolist()
     width = call.input_ids.shape[1]
-    rows = [_read_row(row, config, config.max_length - width) for row in sequences[:, width:].tolist()]
+    # Of one row nothing is padding, nor of several that only an end of text or their length ends.
+    may_pad = len(sequences) > 1 and RowEnds.of(call.criteria).others is not None
+    pad = getattr(config, "_pad_token_tensor", None) if may_pad else None
+    rows = [_read_row(row, config, pad, config.max_length - width) for row in sequences[:, width:].tolist()]
     said = None
     if logprobs is not None:
         # Afterwards: which of a beam search's forwards led to a token is known at its end, and beams share prompts.
@@ -107,10 +111,9 @@ class _TokenStreamer(BaseStreamer):
         """Nothing to do: the loop's result ends the request."""
 
 
-def _read_row(tokens: list[int], generation_config: Any, max_tokens: int) -> tuple[list[int], str]:
+def _read_row(tokens: list[int], generation_config: Any, pad: Tensor | None, max_tokens: int) -> tuple[list[int], str]:
     """Returns a generated row up to its end, and why it ended there."""
     eos = getattr(generation_config, "_eos_token_tensor", None)
-    pad = getattr(generation_config, "_pad_token_tensor", None)
     eos_ids = set() if eos is None else set(eos.reshape(-1).tolist())
     for position, token in enumerate(tokens):
         if token in eos_ids:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from helpers.models import name_of, random_ids
+from helpers.models import PAD, name_of, random_ids
 from helpers.pairs import Pair
 from helpers.requests import ENDLESS, SAMPLE, Brake, settle, stock_rows
 from helpers.waiting import PATIENCE, eventually
@@ -136,6 +136,18 @@ def test_refused(pair: Pair, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pair.engine.submit([5, 6, 7], max_new_tokens=3, **arguments)
     eventually(lambda: pair.engine.num_waiting == 0, "something waits")
+
+
+class _Pads(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(torch.full(scores.shape[:1], PAD), scores.shape[1]).float()
+
+
+def test_pads_that_a_request_has_generated(pair: Pair) -> None:
+    """Would break: the last tokens of a row alone, taken for padding, which only rows beside others have."""
+    request = pair.engine.submit(random_ids(1, 5), max_new_tokens=6, logits_processor=[_Pads()], **ENDLESS)
+    assert request.result(PATIENCE).sequences == [[PAD] * 6] == [[event.token_id for event in request.events_since()]]
+    assert request.finish_reason == "length"
 
 
 def test_a_listener_hears_of_tokens_and_the_end(pair: Pair) -> None:

@@ -25,7 +25,7 @@ from hf_paged.kernels.availability import draw_grid
 from hf_paged.kernels.philox import DrawGrid
 from hf_paged.kernels.transfers import DeviceTimer, ToHost
 from hf_paged.memory.kv_cache import KVCache
-from hf_paged.memory.streams import on_steps_stream
+from hf_paged.memory.streams import hand_out, on_steps_stream
 from hf_paged.model.bound_model import BoundModel
 from hf_paged.model.padded_runner import CalledForward
 from hf_paged.model.runner import ModelRunner
@@ -292,7 +292,9 @@ class StepExecutor:
             return None
         chunks = self._pool.scheduler.chunks(batch)
         read = [chunks[row][0].source for row in batch.sources.fresh]
-        return torch.cat([source.states for source in read if source is not None])
+        states = [source.states for source in read if source is not None]
+        hand_out(states)  # made on a caller's stream
+        return torch.cat(states)
 
     def _chosen_before(self) -> Tensor:
         """The tokens that the step before has chosen."""

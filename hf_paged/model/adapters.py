@@ -22,7 +22,7 @@ from hf_paged.kernels.cpu_layers import CPULayers
 from hf_paged.kernels.low_rank import LowRank
 from hf_paged.kernels.slot_tables import LayerTable, SlotTables
 from hf_paged.kernels.transfers import to_device
-from hf_paged.memory.streams import let_caller_first
+from hf_paged.memory.streams import let_caller_first, on_steps_stream
 from hf_paged.model import peft_layers
 from hf_paged.model.adapted_layers import AdaptedLayer, Slots, TokenSlots, adapting
 from hf_paged.model.adapter import Adapter, Weights
@@ -239,7 +239,8 @@ class Adapters:
             dtype = getattr(model, "dtype", weight.dtype)
             if self._tables is None and _has_gpu_kernels(dtype, weight.device):
                 leaves = sum(not list(own.children()) for own in peft_layers.shared_modules(model))
-                self._tables, self._num_tables = SlotTables(weight.device, dtype, leaves), 0
+                with on_steps_stream(weight.device):  # where its memory goes back to, when steps have read it
+                    self._tables, self._num_tables = SlotTables(weight.device, dtype, leaves), 0
             tables = self._tables
             if tables is not None and tables.device == weight.device and self._num_tables < tables.num_layers:
                 table = LayerTable(tables, self._num_tables)

@@ -339,8 +339,10 @@ class EngineCore:
             self.runner.graphs.forget()
 
     def join(self, channel: Channel) -> None:
-        """Makes this engine one of several ranks, with pools of equal size."""
-        self.pool.limit(min(channel.gather(self.pool.num_blocks)))
+        """Makes this engine one of several ranks, with pools and swap spaces of equal size."""
+        pool = self.pool
+        num_blocks = min(channel.gather(pool.num_blocks))
+        pool.limit(num_blocks, min(channel.gather(pool.num_swap_blocks(num_blocks))))
         if channel.is_first:
             self.ranks = self.executor.leader = leader = Leader(channel, self.worker.loop.fail_soon)
             self.pool.tell = leader.copies

@@ -68,6 +68,7 @@ class KVPool:
         self._pending: deque[Copy] = deque()
         self.tell: Callable[[list[Copy]], None] | None = None  # told of copies before they are made
         self._num_blocks: int | None = None
+        self._num_swap_blocks: int | None = None
         self.is_made = self.is_serving = False
         self._made: tuple[BlockManager, Scheduler] | None = None
         self._attention: PoolAttention | None = None
@@ -111,9 +112,9 @@ class KVPool:
             check_size(part.geometry, num_blocks, block_size, part.device)
         return num_blocks
 
-    def limit(self, num_blocks: int) -> None:
-        """Limits its size, before its first use, to so many blocks."""
-        self._num_blocks = min(num_blocks, self.num_blocks)
+    def limit(self, num_blocks: int, num_swap_blocks: int) -> None:
+        """Limits its size, before its first use, to so many blocks, and gives its swap space so many."""
+        self._num_blocks, self._num_swap_blocks = min(num_blocks, self.num_blocks), num_swap_blocks
 
     @property
     def kv_device(self) -> torch.device:
@@ -142,7 +143,7 @@ class KVPool:
         with self.lock:
             if self._made is None:
                 config, num_blocks = self.config, self.num_blocks
-                swap_blocks, layout = self._num_swap_blocks(num_blocks), self.state_layout
+                swap_blocks, layout = self.num_swap_blocks(num_blocks), self.state_layout
                 manager: BlockManager
                 size: tuple[Any, ...] = num_blocks, config.block_size, config.enable_prefix_caching, swap_blocks
                 size = *size, self.log, self.groups.own_windows
@@ -169,7 +170,10 @@ class KVPool:
         states = self._model.traits.states
         return StateLayout.of(states, self.bytes_per_block, self._model.placement[0]) if states else None
 
-    def _num_swap_blocks(self, num_blocks: int) -> int:
+    def num_swap_blocks(self, num_blocks: int) -> int:
+        """Blocks of the swap space beside a pool of so many, by what memory is free."""
+        if self._num_swap_blocks is not None:
+            return self._num_swap_blocks
         space = self.config.swap_space_gib
         if space is None:
             free = SWAP_FRACTION * free_memory(torch.device("cpu")) / 2**30

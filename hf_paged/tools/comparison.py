@@ -31,7 +31,7 @@ def read_prompts(path: Path) -> list[str]:
         ValueError: The file cannot be read, there is no prompt in it, or a line is not what it should be.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON may hold other ends of lines
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:

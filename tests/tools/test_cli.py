@@ -148,7 +148,7 @@ def test_an_unsupported_model_is_refused_with_its_reasons(tmp_path, prompt_file)
 
 
 def test_text_file_has_a_prompt_a_line(prompt_file):
-    assert read_prompts(prompt_file("one\n\n  two\n")) == ["one", "  two"]
+    assert read_prompts(prompt_file("\ufeffone\n\n  two\u2028\n")) == ["one", "  two\u2028"]
 
 
 def test_every_known_key_of_a_jsonl_file_is_found(prompt_file):

@@ -382,6 +382,12 @@ class Engine(Lasting):
 
     # What there is
 
+    def most_tokens(self, most: int, num_source_tokens: int = 0) -> int:
+        """Tokens, up to `most`, that a prompt and its text may have for the pool to have room for them, behind a source
+        of so many in an encoder-decoder. `most` while the pool's size is not known, before its first use.
+        """
+        return self.core.pool.most_tokens(most, num_source_tokens)
+
     @property
     def model(self) -> PreTrainedModel:
         """The patched model. Raises `RuntimeError` when it no longer exists."""

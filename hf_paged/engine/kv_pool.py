@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from dataclasses import fields
@@ -287,6 +288,13 @@ class KVPool:
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that a sequence alone holds at most while it grows to so many tokens."""
         return self.manager.most_blocks(num_tokens, self.config.max_num_batched_tokens)
+
+    def most_tokens(self, most: int, source_tokens: int = 0) -> int:
+        """Tokens, up to `most`, of the longest sequence that fits the empty pool; `most` while its size is unknown."""
+        if not self.is_made and self.config.num_blocks is None:
+            return most
+        left = self.manager.pool.num_blocks - self.manager.source_blocks(source_tokens)
+        return bisect_right(range(1, most + 1), left, key=self.blocks_for)
 
     def check_fits(self, num_tokens: int, prompt_tokens: int, new_tokens: int, source_tokens: int = 0) -> None:
         """Refuses a sequence that could never fit the empty pool.

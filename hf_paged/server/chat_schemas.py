@@ -114,8 +114,12 @@ class Function(Body):
 
     @model_validator(mode="after")
     def _check(self) -> Function:
-        if self.parameters is not None and self.parameters.get("type") != "object":
+        parameters: dict[str, Any] = {"type": "object"} if self.parameters is None else self.parameters
+        properties, required = parameters.get("properties", {}), parameters.get("required", [])
+        if parameters.get("type") != "object":
             raise ValueError('parameters: its type must be "object"')
+        if not isinstance(properties, dict) or not isinstance(required, list) or set(map(type, required)) - {str}:
+            raise ValueError("parameters: its properties must be an object, and what is required a list of their names")
         return self
 
 
@@ -159,7 +163,8 @@ class ChatRequest(SamplingBody):
 
     @property
     def num_characters(self) -> int:
-        return sum(message.num_characters for message in self.messages)
+        offered = len(repr(self.tools)) + len(repr(self.chat_template_kwargs))
+        return offered + sum(message.num_characters for message in self.messages)
 
     @property
     def offered_tools(self) -> list[Tool]:

@@ -92,7 +92,10 @@ SAMPLING: Table = {
     "frequency_penalty": honoured(),
     "logit_bias": honoured("by token id"),
     "user": honoured("is in the log"),
-    "response_format": honoured("enforced by a grammar; a keyword of JSON schema that can't be enforced is a 400"),
+    "response_format": honoured(
+        "enforced by a grammar; a keyword of JSON schema that can't be enforced is a 400; a schema's `name`, "
+        "`description` and `strict` change nothing"
+    ),
     "top_k": honoured("as in `generate()`; 0 and -1: all tokens"),
     "min_p": honoured("as in `generate()`"),
     "repetition_penalty": honoured("as in `generate()`"),

@@ -151,7 +151,7 @@ class Generation:
         Args:
             arguments: Of `submit`, for a prompt of so many tokens.
             wakeups: Of the event loop that this runs in.
-            timeout: Seconds that it may take.
+            timeout: Seconds that it may take from `arrival_time` on.
             adapter: Of `submit`.
         """
         self._engine = engine

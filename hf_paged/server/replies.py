@@ -7,10 +7,11 @@ import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from hf_paged.server.errors import ApiError, logger
 from hf_paged.server.wakeups import in_pieces
@@ -20,6 +21,7 @@ JSON = "application/json"
 DONE = b"data: [DONE]\n\n"
 TEXT = f"text-{secrets.token_hex(16)}"  # in the place of a text, or of an array, that is yet to come
 PIECE = 1 << 16  # bytes that are made and sent at once
+STALLED = 60.0  # seconds that a client may take to read a piece: a slower one counts as gone
 _to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=list).encode
 
 
@@ -50,6 +52,7 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
         for each in both:
             each.cancel()
         await asyncio.gather(*both, return_exceptions=True)
+        del task, both  # an error holds this frame: what the work held would be freed by the garbage collector alone
 
 
 def json_pieces(data: Any) -> Iterator[bytes]:
@@ -134,7 +137,7 @@ class TextEvents:
 
 
 class Streamed(StreamingResponse):
-    """An answer that is sent as it is made. Ends when the client goes away."""
+    """An answer that is sent as it is made. Ends when the client goes away, or reads no more."""
 
     def __init__(
         self,
@@ -155,6 +158,7 @@ class Streamed(StreamingResponse):
             self._close()
 
     async def _send(self, send: Send, state: dict[str, Any]) -> None:
+        send = partial(_in_time, send)
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             async for piece in self.body_iterator:
@@ -162,6 +166,12 @@ class Streamed(StreamingResponse):
         except ApiError as error:  # its last piece has said so
             state["status"] = error.status
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _in_time(send: Send, message: Message) -> None:
+    """Sends a part of an answer. Raises `TimeoutError` if the client takes none of those before."""
+    async with asyncio.timeout(STALLED):
+        await send(message)
 
 
 def event_stream(events: AsyncIterator[bytes], close: Callable[[], None]) -> Streamed:

@@ -9,12 +9,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from hf_paged import Engine
+from hf_paged import Request as EngineRequest
 from hf_paged.server.errors import ApiError, bad_field, queue_full, too_long
 from hf_paged.server.formats import Formats
 from hf_paged.server.generation import Generation, submit_arguments
@@ -63,6 +65,7 @@ class Serving:
         model_name: What requests call it.
         created: When this was made, in seconds since 1970.
         is_draining: It takes no requests any more, and ends those that it has.
+        sounds: Seconds of each that a request has sent, those whose texts are there included. One thread's.
     """
 
     def __init__(self, model: Any, tokenizer: Any, settings: ServerSettings, processor: Any = None) -> None:
@@ -83,6 +86,7 @@ class Serving:
         self.metrics = Metrics(self.engine, self.model_name)
         self.requests = RequestTable()
         self.is_draining = False
+        self.sounds: WeakKeyDictionary[EngineRequest, float] = WeakKeyDictionary()
         self._wakeups: dict[asyncio.AbstractEventLoop, Wakeups] = {}  # replaced, never changed: see `_flush`
         self._lock = threading.Lock()
         self._quick = ThreadPoolExecutor(2, thread_name_prefix="hf_paged_server")
@@ -101,13 +105,13 @@ class Serving:
     @property
     def max_model_len(self) -> int:
         """Tokens that a prompt and its text may have together."""
+        return self._room()
+
+    def _room(self, num_source_tokens: int = 0) -> int:
         config = self.model.config.get_text_config()
         names = "max_position_embeddings", "max_target_positions"  # the latter of models that hear
         positions = next((own for name in names if (own := getattr(config, name, None))), None)
-        stats = self.engine.stats()
-        settings = self.engine.config
-        pool = (stats.num_blocks or settings.num_blocks or 0) * settings.block_size  # it is made when needed
-        return min(positions or 1 << 30, pool or 1 << 30)
+        return self.engine.most_tokens(positions or 1 << 30, num_source_tokens)
 
     async def body(self, request: Request, kind: type[B], read: Callable[..., Awaitable[B]] = read_body) -> B:
         if self.is_draining:
@@ -160,6 +164,7 @@ class Serving:
 
         Raises:
             ApiError: It can't be served, or the queue is full.
+            ClientGoneError: The client went away.
         """
         if self.ears is not None:
             raise ApiError(400, f"{self.model_name} hears, and reads no text: use /v1/audio/transcriptions", "model")
@@ -174,7 +179,7 @@ class Serving:
         if number > most:
             raise bad_field("prompt", f"{number} are more than the {most} that may wait")
         async with self.starting(number):
-            return await self._start(request, body, prompts)
+            return await unless_gone(request.receive, self._start(request, body, prompts))
 
     @asynccontextmanager
     async def starting(self, number: int = 1) -> AsyncIterator[None]:
@@ -203,6 +208,7 @@ class Serving:
             raise too_long(self.settings.request_timeout) from None
 
     async def _start(self, request: Request, body: SamplingBody, prompts: Callable[[], list[Prompt]]) -> Generation:
+        arrival_time = time.monotonic()
         found = await self.in_thread(prompts, size=body.num_characters)
         longest = max(len(prompt.token_ids) for prompt in found)
         if longest > (self.settings.max_prompt_tokens or longest):
@@ -220,10 +226,11 @@ class Serving:
             self.settings.request_timeout,
             self._adapter_of(body),
         )
+        generation.arrival_time = arrival_time
         request.state.generation = generation
         self.requests.add(request.scope["route"].path, body.model or self.model_name, body.stream, generation)
         try:
-            await self._queue(request, body, generation)
+            await self._queue(body, generation)
         except BaseException:
             generation.close()
             raise
@@ -238,10 +245,10 @@ class Serving:
                 self._wakeups = live | {loop: Wakeups(loop, lambda: self.engine.is_handing_out)}
             return self._wakeups[loop]
 
-    async def _queue(self, request: Request, body: SamplingBody, generation: Generation) -> None:
+    async def _queue(self, body: SamplingBody, generation: Generation) -> None:
         if body.wanted_of_prompt is not None:  # first, and then its prompts are found in the prefix cache
             await self.in_thread(generation.score)
-            await unless_gone(request.receive, generation.scored())
+            await generation.scored()
         await self.in_thread(generation.submit)
 
     def _adapter_of(self, body: SamplingBody) -> str | None:
@@ -251,12 +258,13 @@ class Serving:
         return "__base__" if body.model in (None, self.model_name) else body.model  # also if it is gone by now
 
     def _arguments(self, body: SamplingBody, num_prompt_tokens: int, most: int) -> dict[str, Any]:
+        source = 0
         if self.model.config.is_encoder_decoder:  # what it reads is no part of the text
             if num_prompt_tokens > self.max_model_len:
                 message = f"the prompt has {num_prompt_tokens} tokens, and the model reads {self.max_model_len}"
                 raise ApiError(400, message, code="context_length_exceeded")
-            num_prompt_tokens = 1
-        room = min(self.max_model_len, num_prompt_tokens + most)
+            source, num_prompt_tokens = num_prompt_tokens, 1
+        room = min(self._room(source), num_prompt_tokens + most)
         arguments = submit_arguments(body, num_prompt_tokens, room, self._eos, self._pad, self.vocab_size)
         own = self.model.generation_config
         neutral = {name: value for name, value in NEUTRAL.items() if getattr(own, name, None) not in (None, value)}

@@ -35,6 +35,8 @@ class ServerSettings:
         max_pixels_at_work: Pixels of all requests before their first token; beyond them the answer is 429.
         max_audio_bytes: The largest body of a request with a sound in it.
         max_audio_seconds: The longest sound.
+        max_audio_seconds_at_work: Of all sounds whose texts are being written; beyond them the answer is 429. `None`:
+            four times the longest.
         request_timeout: Seconds after which a request is given up; `None`: never.
         body_timeout: Seconds that a request's body may take to arrive.
         max_head_bytes: The largest head of a request, under `limited_protocol`.
@@ -63,6 +65,7 @@ class ServerSettings:
     max_pixels_at_work: int = 134_000_000
     max_audio_bytes: int = 25 << 20
     max_audio_seconds: float = 900.0
+    max_audio_seconds_at_work: float | None = None
     request_timeout: float | None = 600.0
     body_timeout: float = 30.0
     max_head_bytes: int = 64 << 10
@@ -88,7 +91,12 @@ class ServerSettings:
         timeouts = "request_timeout", "body_timeout", "head_timeout", "grammar_timeout"
         for name in (*timeouts, *(name for name in vars(self) if name.startswith("max_"))):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be above 0, got {value!r}")
-        if self.max_pixels > self.max_pixels_at_work:
-            raise ValueError(f"max_pixels_at_work must be at least max_pixels, {self.max_pixels}")
+            if value is None and name in ("request_timeout", "max_prompt_tokens", "max_audio_seconds_at_work"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"{name} must be a number above 0, got {value!r}")
+        if isinstance(self.cors_origins, str):
+            raise ValueError(f"cors_origins must be a list of origins, got {self.cors_origins!r}")
+        for name in ("max_pixels", "max_audio_seconds"):
+            if (most := getattr(self, name)) > (getattr(self, f"{name}_at_work") or most):
+                raise ValueError(f"{name}_at_work must be at least {name}, {most}")

@@ -190,6 +190,10 @@ class _TaggedCalls(Parser):
         self._tag = StopStrings([CLOSE])
         return self._tag.feed(rest)
 
+    @property
+    def is_cut(self) -> bool:
+        return self._index >= 0 and OPEN in "".join(self._inner or ())
+
     def end(self) -> list[Piece]:
         rest = self._tag.flush()
         if self._inner is not None:  # it was cut: it is shown as it is

@@ -73,14 +73,15 @@ async def translate(serving: Serving, request: Request) -> Any:
 
 async def _answer(serving: Serving, request: Request, kind: type[TranslationRequest], task: str) -> Any:
     body = await serving.body(request, kind, read_form)
-    async with serving.starting():
-        # One sound after another is decoded and encoded, beside all steps: torch takes every core for either.
-        handle, seconds = await serving.in_thread(_submit, serving, body, task, size=1 << 62)
-    try:
-        async with serving.in_time():
+    async with serving.in_time():
+        async with serving.starting():
+            # One sound after another is decoded and encoded, beside all steps: torch takes every core for either.
+            work = serving.in_thread(_submit, serving, body, task, size=1 << 62)
+            handle, seconds = await unless_gone(request.receive, work)
+        try:
             output = await unless_gone(request.receive, _result(handle))
-    finally:
-        handle.cancel()
+        finally:
+            handle.cancel()
     return _shown(body, await serving.in_thread(Transcript.of, serving, task, output, seconds))
 
 
@@ -102,13 +103,18 @@ def _submit(serving: Serving, body: TranslationRequest, task: str) -> tuple[Any,
     with body._upload.file as file:
         arguments = _arguments(serving, body, task)  # a sound beside bad ones need not be decoded
         samples = decoded(file, ears.rate, serving.settings.max_audio_seconds)
+    seconds, settings = len(samples) / ears.rate, serving.settings
+    most = settings.max_audio_seconds_at_work or 4 * settings.max_audio_seconds
+    if seconds + sum(own for each, own in list(serving.sounds.items()) if not each.is_done) > most:
+        raise queue_full(f"{most:g} seconds of sound may be at work, and so many are: ask again later")
     try:
         handle = serving.engine.submit(**ears.heard(samples), **arguments, seed=secrets.randbits(62))
     except QueueFullError as error:
         raise queue_full(str(error)) from None
     except ValueError as error:
         raise bad_argument(str(error), type(body).model_fields) from error
-    return handle, len(samples) / ears.rate
+    serving.sounds[handle] = seconds
+    return handle, seconds
 
 
 def _arguments(serving: Serving, body: TranslationRequest, task: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import sys
 import threading
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, get_args, get_type_hints
 from unittest import mock
 
@@ -259,6 +260,21 @@ def test_text_is_refused(hearing: Served) -> None:
     page = hearing.http.get("/openapi.json").json()
     content = page["paths"]["/v1/audio/transcriptions"]["post"]["requestBody"]["content"]
     assert list(content) == ["multipart/form-data"] and hearing.http.get("/docs").status_code == 200
+
+
+def test_too_many_sounds_at_once(hearing: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: as many scores in memory as clients like, of sounds that are each within the limit."""
+    behind = hearing.server.config.app.state.serving
+    monkeypatch.setattr(behind, "settings", replace(behind.settings, max_audio_seconds_at_work=MAX_SECONDS))
+    sound = file_of(speech.sound(3.1, 3))
+    hearing.engine.pause()
+    thread = threading.Thread(target=ask, args=(hearing,), kwargs={"sound": sound})
+    thread.start()
+    eventually(lambda: len(behind.sounds) > 0 and any(not each.is_done for each in behind.sounds), "it is not queued")
+    assert "seconds of sound" in refused(ask(hearing, sound=sound), status=429)
+    hearing.engine.resume()
+    thread.join()
+    assert ask(hearing, sound=sound).status_code == 200
 
 
 def test_a_client_that_goes_away_ends_its_transcription(hearing: Served) -> None:

@@ -6,6 +6,7 @@ import json
 import threading
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from pydantic import ValidationError
 
 from helpers.models import tiny_tokenizer
 from helpers.serving import Served, serving, shared_server
-from helpers.waiting import PATIENCE, join
+from helpers.waiting import PATIENCE, eventually, join
 from hf_paged.server import limits
 from hf_paged.server.chat_schemas import ChatRequest
 from hf_paged.server.errors import invalid_body
@@ -150,6 +151,25 @@ def test_short_prompts_do_not_wait_for_long_ones() -> None:
         for thread in threads:
             join(thread)
         assert replies == [200] * 4
+
+
+def test_a_client_that_left_before_its_prompt_was_tokenized() -> None:
+    """Would break: a place in the queue that is held for a request that no client waits for."""
+    tokenizer = WaitingTokenizer()
+    with serving(ServerSettings(model_name="tiny", max_waiting=1), tokenizer=tokenizer) as served:
+        with pytest.raises(httpx.ReadTimeout):
+            served.post(COMPLETION, {"prompt": "The door " * (QUICK // 8)}, timeout=0.2)
+        assert tokenizer.is_at_work.wait(PATIENCE)
+        short = {"prompt": "a", "max_tokens": 1}
+        eventually(lambda: served.post(COMPLETION, short).status_code == 200, "its place is still held")
+        tokenizer.may_go_on.set()
+
+
+def test_large_tools_are_long_prompts() -> None:
+    """Would break: short prompts that wait for descriptions of functions."""
+    tool = {"type": "function", "function": {"name": "a", "description": "b " * QUICK}}
+    kinds = [{"tools": [tool]}, {"chat_template_kwargs": {"a": "b " * QUICK}}]
+    assert all(ChatRequest.model_validate({"messages": [SAID]} | more).num_characters > QUICK for more in kinds)
 
 
 def test_prompts_beyond_the_queue_are_not_tokenized() -> None:

@@ -121,6 +121,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"town": "Rome"}}\n</tool_
         ("<tool_call>no JSON</tool_call>", "no JSON", []),
         (f"{CALL} and {CALL}", " and ", ["weather", "weather"]),
         ('<tool_call>{"name": "cut', '{"name": "cut', []),
+        (f'{CALL}<tool_call>{{"name": "cut', '<tool_call>{"name": "cut', ["weather"]),
         (f"<tool_call>{DEEP}</tool_call>", DEEP, []),
         (f"<tool_call>{HALF}</tool_call>", HALF, []),
     ],
@@ -134,6 +135,7 @@ def test_tagged_calls(text: str, content: str, names: list[str], size: int, is_p
     calls = message.get("tool_calls", [])
     assert [call["function"]["name"] for call in calls] == (names if is_parallel else names[:1])
     assert all(json.loads(call["function"]["arguments"]) == {"town": "Rome"} for call in calls)
+    assert parser.is_cut == (bool(calls) and text.endswith("cut")), "what a finish_reason depends on"
 
 
 SAYING, NOT = CALL.replace('"Rome"', '"Rome", "days": 3'), CALL.replace('"Rome"', '"Oslo", "days": 3')
@@ -226,6 +228,9 @@ def test_forced_calls_in_pieces(size: int) -> None:
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]},
          "tools.0.function.parameters"),
+        *[({"tools": [{"type": "function", "function": {"name": "a", "parameters": BAD | more}}],
+            "tool_choice": "required"}, "tools.0.function.parameters")
+          for more in ({"properties": {}}, {"properties": [], "required": []}, {"properties": {}, "required": [[]]})],
         ({"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"tools": [TOOLS[1], {"type": "function", "function": WEATHER | {"parameters": BAD, "strict": True}}]},
          "tools.1.function.parameters"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
 import socket
 import sys
 import threading
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
@@ -17,11 +19,14 @@ import openai
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from transformers import AutoModelForCausalLM
 
 import hf_paged
-from helpers.models import tiny_lm, tiny_tokenizer
+from helpers.models import build, tiny_lm, tiny_tokenizer
 from helpers.serving import Served, serving, shared_server
-from helpers.waiting import eventually, join
+from helpers.state_models import STATE_MODELS
+from helpers.waiting import PATIENCE, eventually, join
+from hf_paged.server import replies
 from hf_paged.server.logs import JsonLines
 from hf_paged.server.settings import ServerSettings
 from hf_paged.server.wakeups import Wakeups
@@ -446,6 +451,38 @@ def test_queue_deadline_and_drain(caplog: pytest.LogCaptureFixture) -> None:
         assert behind.is_draining
 
 
+@pytest.mark.parametrize("name", ["gemma3", "lfm2"])
+def test_room_in_a_pool_of_windows_or_states(name: str) -> None:
+    """Would break: a chat without a limit that the engine refuses, for which other blocks leave less room."""
+    config = build("gemma3").config if name == "gemma3" else STATE_MODELS[name]()
+    config.vocab_size = len(tiny_tokenizer())
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with serving(ServerSettings(model_name="tiny"), model, num_blocks=24, block_size=4) as served:
+        reply = served.post(CHAT, BODIES[CHAT])
+        assert reply.status_code == 200, reply.text
+        body = {"prompt": [5, 6, 7], "ignore_eos": True}
+        most = served.http.get("/v1/models").json()["data"][0]["max_model_len"]
+        assert served.complete(**body, max_tokens=most - 3)["usage"]["completion_tokens"] == most - 3 > 16
+        assert served.post(COMPLETION, body | {"max_tokens": most - 2}).json()["error"]["param"] == "max_tokens"
+
+
+def test_a_reader_that_reads_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break: an answer that is kept, with what it holds, for as long as a client leaves its connection open."""
+    monkeypatch.setattr(replies, "STALLED", 0.01)
+    closed: list[str] = []
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"a"
+
+    async def stall(*message: Any) -> Any:
+        if not message or message[0]["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    answer = replies.Streamed(pieces(), replies.JSON, lambda: closed.append("closed"))
+    asyncio.run(asyncio.wait_for(answer({"type": "http"}, stall, stall), PATIENCE))
+    assert closed == ["closed"]
+
+
 def test_streams_are_drained() -> None:
     """Would break: an end of the server that cuts what runs."""
     body = {"prompt": "a", "max_tokens": 200, "stream": True}
@@ -477,6 +514,10 @@ def test_mounted_in_another_app() -> None:
         {"max_head_bytes": -1},
         {"max_answer_bytes": 0},
         {"max_pixels_at_work": 5},
+        {"max_audio_seconds_at_work": 5},
+        {"max_waiting": None},
+        {"max_waiting": "10"},
+        {"cors_origins": "https://a.example"},
     ],
     ids=str,
 )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
@@ -125,9 +126,10 @@ class BatchRequest:
         eos = config.eos_token_id
         given = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
         # "None" would be taken from the model's own config.
-        vocab_size = model.get_input_embeddings().num_embeddings
-        config.eos_token_id = [token for token in given if token >= 0] or [vocab_size]
+        config.eos_token_id = [token for token in given if token >= 0] or [engine_of(model).vocab_size]
         arguments: dict[str, Any] = {"generation_config": config, "adapter": self.adapter}
+        if not model.config.is_encoder_decoder:  # all of a prompt is text, what rows are padded with elsewhere included
+            arguments["attention_mask"] = torch.ones(1, len(self.prompt), dtype=torch.int64)
         if self.batching.return_logprobs:
             arguments |= {"logprobs": 0, "logprobs_mode": "processed"}
         if not self.batching.allow_block_sharing:

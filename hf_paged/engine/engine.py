@@ -189,9 +189,9 @@ class Engine(Lasting):
             QueueFullError: `max_waiting` requests are waiting.
         """
         self._check_patched()
-        wanted = LogprobsWanted.of(logprobs, logprobs_mode, self._vocab_size, return_support)
+        wanted = LogprobsWanted.of(logprobs, logprobs_mode, self.vocab_size, return_support)
         controls = SamplingControls.of(
-            self._vocab_size, seed, presence_penalty, frequency_penalty, logit_bias, grammar, wanted
+            self.vocab_size, seed, presence_penalty, frequency_penalty, logit_bias, grammar, wanted
         )
         with self._with_adapter(adapter):
             return self._submissions.submit(
@@ -229,7 +229,7 @@ class Engine(Lasting):
         """
         self._check_patched()
         self.core.worker.pause.warn()
-        wanted = LogprobsWanted.of(logprobs, logprobs_mode, self._vocab_size)
+        wanted = LogprobsWanted.of(logprobs, logprobs_mode, self.vocab_size)
         controls = SamplingControls(logprobs=wanted)
         listed = list_of_prompts(prompts)
         if adapters is not None and (isinstance(adapters, str) or not isinstance(adapters, Iterable)):
@@ -291,7 +291,7 @@ class Engine(Lasting):
             QueueFullError: `max_waiting` requests are waiting.
         """
         self._check_patched()
-        wanted = ScoresWanted.of(top, first, self._vocab_size)
+        wanted = ScoresWanted.of(top, first, self.vocab_size)
         with self._with_adapter(adapter):
             return self._submissions.score(input_ids, request_id, priority, cache_salt, wanted)
 
@@ -363,7 +363,8 @@ class Engine(Lasting):
         store.remove(name)
 
     @property
-    def _vocab_size(self) -> int:
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
         embeddings: Any = self.core.model.get_input_embeddings()
         return int(without_adapters(embeddings).num_embeddings)  # type: ignore[arg-type]
 

@@ -77,7 +77,7 @@ class Serving:
             settings.model_name or name_of(getattr(model.config, "name_or_path", "")) or type(model).__name__
         )
         self.created = int(time.time())
-        self.vocab_size = int(model.get_input_embeddings().num_embeddings)
+        self.vocab_size = self.engine.vocab_size
         self.prompts = Prompts(tokenizer, self.vocab_size, settings, processor, model, self._max_characters)
         self.ears = ears_of(model, processor)
         self.names = TokenNames(tokenizer)

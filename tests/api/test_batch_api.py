@@ -59,6 +59,14 @@ def test_greedy_as_stocks_own(pair: Pair, settings: dict[str, Any]) -> None:
         assert output.created_time <= output.lifespan[0] <= output.lifespan[1] and output.timestamps is None
 
 
+@pytest.mark.parametrize("settings", [{}, {"eos_token_id": None}])
+def test_pads_in_a_prompt_are_text(pair: Pair, settings: dict[str, Any]) -> None:
+    prompts, small = [[5, PAD, 6, 7], [PAD, PAD, 9]], ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    results = copy.deepcopy(pair.stock).generate_batch(prompts, config(**settings), small)
+    found = pair.paged.generate_batch(prompts, config(**settings), ContinuousBatchingConfig(return_logprobs=True))
+    assert [o.generated_tokens for o in found.values()] == [o.generated_tokens for o in results.values()]
+
+
 def test_rows_share_steps(pair: Pair) -> None:
     before = pair.engine.stats().num_steps
     pair.paged.generate_batch(PROMPTS * 3, config(eos_token_id=None))

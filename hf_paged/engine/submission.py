@@ -253,10 +253,13 @@ class Submissions:
                 )
             controls.check_alone()
             return None
-        if model.config.is_encoder_decoder and call.rows is None and controls.logprobs is not None:
+        reads_more = any(isinstance(own, Tensor) and own.is_floating_point() for own in call.others.values())
+        reads_more |= model.config.is_encoder_decoder or bool(call.others.get("mm_encoder_outputs"))
+        if reads_more and call.rows is None and controls.logprobs is not None:
             raise ValueError(
-                "logprobs of a model with an encoder are those of rows that the engine samples: not of beams, assisted "
-                "decoding and processors of your own, for which generate() returns scores"
+                "logprobs of a model with an encoder, or behind pictures, sounds or embeddings, are those of rows that "
+                "the engine samples: not of beams, assisted decoding and processors of your own, for which generate() "
+                "returns scores"
             )
         for processor in processors:
             if isinstance(processor, GeneratedTokenPenalties):

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 import hf_paged
+from helpers.models import random_ids
 from helpers.pairs import MakePair, Pair
 from helpers.requests import ENDLESS, SAMPLE, prompt, settle
 from helpers.state_models import STATE_MODELS, build_state_model
 from helpers.user_code import NextToken
 from helpers.waiting import PATIENCE
+from helpers.wrappers import asking, build_wrapper
 from hf_paged.kernels import cpu_linear
 
 MODES: dict[str, dict[str, Any]] = {
@@ -102,6 +104,23 @@ def test_refused(pair: Pair, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pair.engine.submit(prompt(5), **({"max_new_tokens": 3} | arguments))
     settle(pair)
+
+
+@pytest.mark.parametrize("how", [{"num_beams": 2}, {"prompt_lookup_num_tokens": 3}, {}], ids=str)
+def test_behind_pictures(make_pair: MakePair, how: dict[str, Any]) -> None:
+    """Would break: the likelihoods of tokens behind marks of pictures that are read as text."""
+    pair, call = make_pair(build_wrapper("llava"), num_blocks=256), asking("llava")
+    ids, given = call.pop("input_ids"), {"max_new_tokens": 5, "eos_token_id": None, "logprobs": 0} | how
+    if how:
+        with pytest.raises(ValueError, match="behind pictures"):
+            pair.engine.submit(ids, **call, **given)
+        assert len(pair.engine.submit(random_ids(1, 5), **given).result(PATIENCE).logprobs[0]) == 5
+        return
+    found = pair.engine.submit(ids, **call, **given).result(PATIENCE)
+    whole = torch.cat([ids, torch.tensor([found.token_ids])], dim=1)
+    logits = pair.stock(whole, pixel_values=call["pixel_values"]).logits.detach()[0, ids.shape[1] - 1 : -1]
+    expected = logits.log_softmax(dim=-1).gather(1, torch.tensor([found.token_ids]).T)[:, 0]
+    assert torch.allclose(torch.tensor([each.logprob for each in found.logprobs[0]]), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma2", "falcon_alibi", "lfm2", "mamba2"])

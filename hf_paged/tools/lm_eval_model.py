@@ -186,7 +186,8 @@ class PagedLM(HFLM):  # type: ignore[misc]
             settings.pop("temperature", None)
         generation = _Generation(index, until, stop_sequences_criteria(self.tokenizer, until, 0, 1))
         with self._autocast():
-            generation.request = request = self.engine.submit(ids, pad_token_id=self.tokenizer.pad_token_id, **settings)
+            own = {"attention_mask": torch.ones_like(ids), "pad_token_id": self.tokenizer.pad_token_id}
+            generation.request = request = self.engine.submit(ids, **own, **settings)
         request.listen(partial(tell, generation))
         return generation
 

@@ -303,7 +303,8 @@ class BoundModel:
             if self.wrapper is not None:
                 model = self.wrapper.handing(model, tokens.given, tokens.given_at)
             else:
-                own = model.get_input_embeddings()(inputs.pop("input_ids"))
+                with self.adapters.scope():
+                    own = model.get_input_embeddings()(inputs.pop("input_ids"))
                 inputs["inputs_embeds"] = put_in(own, tokens.given, tokens.given_at)
         if self.takes_positions:
             inputs["position_ids"] = tokens.position_ids

@@ -6,6 +6,7 @@ engine's counters that what it is about really happened: preemption, swaps, hits
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import itertools
@@ -472,6 +473,39 @@ def test_prefix_hits_of_every_alignment(make_pair: MakePair, block_size: int) ->
             assert pair.delta["prefix_cache_hit_tokens"] == hit, f"{shared} shared tokens, {tail} others"
             assert pair.delta["prefix_cache_query_tokens"] == (length if length > 1 else 0)
             assert pair.seen == [length - hit, 1], "what was hit was computed again"
+
+
+@pytest.mark.parametrize("name", ["gemma3n", "llama"])
+def test_embeddings_beside_ids(name: str) -> None:
+    """Would break: a step without ids for layers that look them up; adapters of ids' rows; what is then cached."""
+    peft = pytest.importorskip("peft")
+    given, own = {"max_new_tokens": 6, "eos_token_id": None}, {"adapter": "two"} if name == "llama" else {}
+    stock: Any = build(name)
+    if own:
+        lora = peft.LoraConfig(r=4, target_modules=["embed_tokens"], init_lora_weights=False, lora_alpha=64)
+        torch.manual_seed(0)
+        stock = peft.get_peft_model(stock, lora, adapter_name="one")
+        stock.add_adapter("two", lora)
+        stock.eval().set_adapter("two")
+    prompt, embeds = random_ids(1, 24), torch.randn(1, 4, stock.config.hidden_size)
+    expected = stock.generate(input_ids=prompt, **given)[0, 24:].tolist()
+    model = hf_paged.patch(copy.deepcopy(stock), num_blocks=256)
+    if own:
+        model.set_adapter("one")
+        model = model.get_base_model()
+    own |= {"logprobs": 0}
+    alone = model.paged.submit(prompt, **given, **own).result(PATIENCE)
+    assert alone.token_ids == expected
+    model.paged.reset_prefix_cache()
+    model.paged.pause()
+    request = model.paged.submit(prompt, **given, **own)
+    call = in_background(model.generate, inputs_embeds=embeds, **given)
+    eventually(lambda: call.done() or model.paged.num_running + model.paged.num_waiting > 1, "the call never came")
+    model.paged.resume()
+    call.result(PATIENCE)
+    for each in (request, model.paged.submit(prompt, **given, **own)):
+        found = [token.logprob for token in each.result(PATIENCE).logprobs[0]]
+        assert found == pytest.approx([token.logprob for token in alone.logprobs[0]], abs=1e-4)
 
 
 @pytest.mark.parametrize("name", ["bloom", "gptj", "llama"])

@@ -22,7 +22,7 @@ from hf_paged.model.placement import Placement, why_not_on
 from hf_paged.model.sharding import local_layers, ranks_of, why_not_whole
 from hf_paged.model.spread import is_hooked, is_wrapped, offloading, runs_on
 from hf_paged.model.traits import ModelTraits
-from hf_paged.model.wrapper import inner_path
+from hf_paged.model.wrapper import in_steps, inner_path
 
 _PAGED_LAYER_TYPES = {
     "full_attention",
@@ -156,7 +156,7 @@ def look_at(model: Any, is_exact_asked: bool = False) -> SupportReport:
 
 def _notes(model: PreTrainedModel) -> tuple[str, ...]:
     """Why a model that can be patched may not give stock's tokens, or takes the same adapters for all rows."""
-    why = peft_layers.why_shared(model, model.modules(), ranks_of(model) is None)
+    why = peft_layers.why_shared(model, model.modules(), ranks_of(model) is None, in_steps(model))
     same = () if why is None else (f"rows of a step share their adapters, by PEFT's own code: {why}",)
     mixed = [name for name, module in model.named_modules() if _scales_by_batch(module)]
     if not mixed:

@@ -18,7 +18,8 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_paged.core.errors import needs
 from hf_paged.kernels.low_rank import LowRank
-from hf_paged.model.peft_layers import INNER, OF_LATENTS
+from hf_paged.model.peft_layers import INNER, OF_LATENTS, PREPARES
+from hf_paged.model.wrapper import in_steps
 
 PIECE_SECONDS = 0.001  # of reading, while steps run beside it, which wait so long for Python's lock at most
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -179,7 +180,9 @@ class _Reader:
         if OF_LATENTS in name.split("."):
             raise ValueError(f"{key}: {OF_LATENTS} makes keys and values of what is cached, for rows of any adapters")
         width, columns = _sizes(module, key)
-        is_embedding = isinstance(module, nn.Embedding)
+        is_embedding, stepped = isinstance(module, nn.Embedding), in_steps(self.model)
+        if stepped is not None and (is_embedding or id(module) not in stepped):
+            raise ValueError(f"{key}: {PREPARES}; use PEFT's own, with the same adapters for all rows")
         names = ["lora_embedding_A", "lora_embedding_B"] if is_embedding else ["lora_A.weight", "lora_B.weight"]
         names += ["lora_B.bias"] * config.lora_bias + ["lora_magnitude_vector"] * config.use_dora
         if differing := sorted(keys.keys() ^ set(names)):

@@ -31,6 +31,7 @@ from hf_paged.model.adapter_store import Adapter as Pinned
 from hf_paged.model.adapter_store import AdapterStore
 from hf_paged.model.hooks import all_modules
 from hf_paged.model.peft_layers import BASE
+from hf_paged.model.wrapper import in_steps
 
 MOST_KEPT = 64  # sets of PEFT's adapters that are looked up quickly
 
@@ -81,7 +82,8 @@ class Adapters:
             self._tuners = tuners
             self._sets.clear()
             self._set_layers(model)
-        self.why_own_code = peft_layers.why_shared(model, modules, self._is_whole)
+        stepped = in_steps(model) if tuners else None
+        self.why_own_code = peft_layers.why_shared(model, modules, self._is_whole, stepped)
         return modules if self.is_by_row else all_modules(model)
 
     def modules(self, model: nn.Module) -> list[nn.Module]:

@@ -39,6 +39,9 @@ def inner(layer: Any) -> nn.Module:
     return own
 
 
+PREPARES = "what reads pictures or sounds and embeds tokens, which they change, runs in callers' calls"
+
+
 def without_adapters(module: nn.Module) -> nn.Module:
     """The layer that a module is, or that PEFT's layer is around."""
     return inner(module) if is_tuner(module) else module
@@ -96,15 +99,18 @@ def why_own_code(layer: Any) -> str | None:
     return f"{name} has a {odd[0]}" if odd else None
 
 
-def why_shared(model: Any, modules: Iterable[nn.Module], is_whole: bool) -> str | None:
+def why_shared(model: Any, modules: Iterable[nn.Module], is_whole: bool, stepped: set[int] | None) -> str | None:
     """Why all rows of a step have the same adapters; `None`: each may have its own.
 
     Args:
         modules: Of the model, PEFT's layers among them.
         is_whole: It is not split between processes.
+        stepped: As `in_steps` has found.
     """
     modules = list(modules)
     tuners = tuners_among(modules)
+    if stepped is not None and any(id(own) not in stepped for own in tuners):
+        return PREPARES
     if tuners and model.config.is_encoder_decoder:
         return "an encoder runs in its callers' calls, and what it made serves all that read the same"
     if tuners and not is_whole:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_paged.kernels.transfers import to_host
+from hf_paged.model.peft_layers import without_adapters
 from hf_paged.model.span_masks import SpanMasks
 
 State = dict[tuple[int, str], Any]
@@ -47,13 +48,13 @@ class InnerCall:
     embedded: list[list[int]] | None = None
     spans: list[list[tuple[int, int]]] | None = None
 
-    def compare(self, ids: Tensor | None, embedding: Callable[[Tensor], Tensor]) -> None:
+    def compare(self, ids: Tensor | None, embedding: Any) -> None:
         """Finds out which embeddings are those of the ids (`[B, q]`); waits for a GPU."""
         batch, length = self.inputs_embeds.shape[:2]
         if ids is None:
             self.embedded = [list(range(length)) for _ in range(batch)]
             return
-        size = embedding.num_embeddings  # type: ignore[attr-defined]
+        size: Any = without_adapters(embedding).num_embeddings
         own = embedding(ids.clamp(0, size - 1))  # ids of pictures may lie beyond
         (differs,) = to_host([(own != self.inputs_embeds).any(dim=-1)])
         if bool(differs.any()):
@@ -245,6 +246,15 @@ def inner_path(model: Any) -> str | None:
         if name and isinstance(part, PreTrainedModel) and type(part.config) is type(text):
             return str(name)
     return None
+
+
+def in_steps(model: Any) -> set[int] | None:
+    """The `id()` of a wrapper's modules that run in steps, and not in callers' calls; `None`: it is no wrapper."""
+    path = inner_path(model)
+    if not path:
+        return None
+    own = {*map(id, model.get_submodule(path).modules()), id(model.get_output_embeddings())}
+    return own - {id(model.get_input_embeddings())}
 
 
 def token_positions(positions: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import hf_paged
 from helpers.models import least_blocks, ragged_batch, random_ids
 from helpers.modes import EACH_MODEL_SCORED
 from helpers.pairs import MakePair, Pair, new_cache
-from helpers.waiting import at_once
+from helpers.waiting import PATIENCE, at_once
 from helpers.wrappers import IMAGE, WRAPPERS, asking, build_wrapper
 from hf_paged import PagedCache
 from hf_paged.api.support import is_architecture_supported
@@ -205,6 +206,39 @@ def test_what_layers_are_told_of_a_token_is_part_of_it(make_wrapper_pair: MakePa
             pytest.skip("stock's wrapper gives its language model these inputs twice")
         pair.both(lambda model: model(**given, past_key_values=new_cache(model), logits_to_keep=1).logits)
         assert pair.delta["prefix_cache_hit_tokens"] == hits
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["embed_tokens"], r".*language_model.*\.q_proj"], ids=str)
+def test_lora(targets: Any, tmp_path: Path) -> None:
+    """Would break: adapters behind a tower, whose rows are no tokens of a step, or of rows that have other ones."""
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, lora_alpha=64)
+    torch.manual_seed(0)
+    stock = peft.get_peft_model(build_wrapper("llava"), lora, adapter_name="one")
+    stock.add_adapter("two", lora)
+    model = hf_paged.patch(copy.deepcopy(stock.eval()), num_blocks=256)
+    stock.save_pretrained(tmp_path, selected_adapters=["two"])
+    call, engine, texts = asking("llava"), model.get_base_model().paged, {}
+    details = {"max_new_tokens": NEW, "return_dict_in_generate": True, "output_hidden_states": True}
+    for name in ("one", "two"):
+        for each in (stock, model):
+            each.set_adapter(name)
+        for given in (call, {"input_ids": random_ids(1, 6)}):
+            found = [each.generate(**given, max_new_tokens=NEW) for each in (stock, model)]
+            assert torch.equal(*found)
+        texts[name] = stock.generate(**call, max_new_tokens=NEW)[0, call["input_ids"].shape[1] :].tolist()
+        if isinstance(targets, list):
+            assert torch.equal(*[each.generate(**call, **details).sequences for each in (stock, model)])
+    asked = {key: value for key, value in call.items() if key != "input_ids"} | {"max_new_tokens": NEW}
+    if isinstance(targets, list):  # not the language model's layers alone
+        with pytest.raises(ValueError, match="what reads pictures"):
+            engine.submit(call["input_ids"], adapter="one", **asked)
+        with pytest.raises(ValueError, match="what reads pictures"):
+            engine.load_adapter("loaded", tmp_path / "two")
+    else:
+        engine.load_adapter("loaded", tmp_path / "two")
+        for name, own in (("one", "one"), ("two", "two"), ("loaded", "two")):
+            assert engine.submit(call["input_ids"], adapter=name, **asked).result(PATIENCE).token_ids == texts[own]
 
 
 @pytest.mark.parametrize("name", ["qwen2_audio", "llava"])

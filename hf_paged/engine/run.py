@@ -111,7 +111,7 @@ class Run:
         for index, row in enumerate(self.rows):
             own: list[int] = []
             for version, counts in self._versions:
-                own += [version] * (counts[index] - len(own))
+                own += [version] * (counts[index] - len(own) if index < len(counts) else 0)  # beams had no rows then
             found.append((own + [self.version] * len(row.tokens))[: len(row.tokens)])
         return found
 

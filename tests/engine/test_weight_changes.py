@@ -159,6 +159,24 @@ class At(LogitsProcessor):
         return scores
 
 
+def test_beams_that_are_cancelled_behind_a_change() -> None:
+    """Would break: an error of what is said of beams without rows, which fails all others, and leaves them waiting."""
+    model, plain = tuned()
+    engine = model.get_base_model().paged
+    engine.pause()
+    beams = engine.submit([5, 6, 7], num_beams=3, max_new_tokens=60, **GREEDY)
+    other = engine.submit([8, 9], max_new_tokens=9, **GREEDY)
+    for _ in range(3):
+        engine.step()
+    write(model, "lora_B", 1)
+    engine.step()
+    beams.cancel()
+    engine.resume()
+    assert len(other.result(PATIENCE).token_ids) == 9 and beams.result(PATIENCE).finish_reason == "cancelled"
+    write(plain, "lora_B", 1)
+    check_later(model, plain)
+
+
 @pytest.mark.parametrize("setting", ["recompute", "error"])
 @pytest.mark.parametrize("kind", ["loop", "samples", "beams"])
 def test_calls_of_several_rows(kind: str, setting: str) -> None:

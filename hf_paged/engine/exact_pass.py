@@ -91,20 +91,26 @@ def steps_wait_for_optimizers(core: EngineCore) -> Iterator[None]:
 
     What it leaves half done, when it raises, holds these up to the end of this context.
     """
-    with ExitStack() as held:
+    held: dict[int, ExitStack] = {}  # by the optimizer, whose end alone lets go
 
-        def before(optimizer: Any, *_: Any) -> None:
-            own = set(map(id, core.model.parameters()))
-            if any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
-                held.close()
-                held.enter_context(core.worker.loop.exclusive())
+    def before(optimizer: Any, *_: Any) -> None:
+        after(optimizer)
+        own = set(map(id, core.model.parameters()))
+        if any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
+            stack = held[id(optimizer)] = ExitStack()
+            stack.enter_context(core.worker.loop.exclusive())
 
-        handles = [
-            register_optimizer_step_pre_hook(before),  # type: ignore[no-untyped-call]
-            register_optimizer_step_post_hook(lambda *_: held.close()),  # type: ignore[no-untyped-call]
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def after(optimizer: Any, *_: Any) -> None:
+        held.pop(id(optimizer), ExitStack()).close()
+
+    handles = [
+        register_optimizer_step_pre_hook(before),  # type: ignore[no-untyped-call]
+        register_optimizer_step_post_hook(after),  # type: ignore[no-untyped-call]
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        while held:
+            held.popitem()[1].close()

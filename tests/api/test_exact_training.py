@@ -204,6 +204,8 @@ def test_an_optimizer_waits_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with hf_paged.exact_training(model):
         model(input_ids=torch.arange(3, 9)[None]).logits.sum().backward()
+        critics = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.0)  # whose step lets go of nothing
+        optimizer.register_step_pre_hook(lambda *_: critics.step())
         optimizer.register_step_pre_hook(lambda *_: seen.append(loop.is_mine))
         monkeypatch.setattr(runner, "run", run)
         request = model.paged.submit([5, 6, 7], max_new_tokens=3, eos_token_id=None, pad_token_id=0)

@@ -93,6 +93,16 @@ def list_of_prompts(prompts: Iterable[Any]) -> list[Any]:
     return list(prompts)
 
 
+def _reads_more(model: Any, others: dict[str, Any]) -> bool:
+    """Whether a call's loop reads more than its ids, or not all of them."""
+    mask = others.get("attention_mask")
+    if model.config.is_encoder_decoder or (isinstance(mask, Tensor) and not bool(mask.all())):
+        return True
+    given = [own for name, own in others.items() if name not in ("attention_mask", "position_ids")]
+    seen = any(isinstance(own, Tensor) and own.is_floating_point() for own in given)
+    return seen or bool(others.get("mm_encoder_outputs"))
+
+
 class Submissions:
     """Turns prompts into requests.
 
@@ -179,7 +189,7 @@ class Submissions:
             )
         prompt = one_prompt(input_ids, self._core.model)
         check_arguments({}, priority, cache_salt)
-        self._core.pool.check_fits(prompt.shape[1], prompt.shape[1], 0)
+        self._core.pool.check_fits(prompt.shape[1] - 1, prompt.shape[1], 0)
         with self._admitted(request_id) as name:
             state = RequestState(name, prompt[0].tolist(), is_streaming=False, has_events=False)
             begin = partial(self._start_loop, partial(score, self._core.model, wanted, self._logit_rows), priority)
@@ -253,13 +263,11 @@ class Submissions:
                 )
             controls.check_alone()
             return None
-        reads_more = any(isinstance(own, Tensor) and own.is_floating_point() for own in call.others.values())
-        reads_more |= model.config.is_encoder_decoder or bool(call.others.get("mm_encoder_outputs"))
-        if reads_more and call.rows is None and controls.logprobs is not None:
+        if controls.logprobs is not None and call.rows is None and _reads_more(model, call.others):
             raise ValueError(
-                "logprobs of a model with an encoder, or behind pictures, sounds or embeddings, are those of rows that "
-                "the engine samples: not of beams, assisted decoding and processors of your own, for which generate() "
-                "returns scores"
+                "logprobs of a model with an encoder, or behind pictures, sounds, embeddings or tokens that are hidden "
+                "are those of rows that the engine samples: not of beams, assisted decoding and your own processors, "
+                "for which generate() returns scores"
             )
         for processor in processors:
             if isinstance(processor, GeneratedTokenPenalties):

@@ -97,12 +97,16 @@ def test_beside_others(make_pair: MakePair) -> None:
         ({"logprobs": True}, "got True"),
         ({"logprobs": 1, "logprobs_mode": "cooked"}, "logprobs_mode must be one of 'raw', 'processed', got 'cooked'"),
         ({"logprobs": 1, "logprobs_mode": "processed", "num_beams": 2}, "beams, assisted decoding and processors"),
+        ({"logprobs": 1, "num_beams": 2, "attention_mask": [[0, 0, 1, 1, 1]]}, "tokens that are hidden"),
+        ({"logprobs": 1, "attention_mask": [[1, 1, 0, 1, 1]]}, "tokens that are hidden"),
         ({"prompt_logprobs": 0}, r"prompt_logprobs: model\.paged\.score\(prompts\) says"),
     ],
 )
 def test_refused(pair: Pair, arguments: dict[str, Any], message: str) -> None:
+    if "attention_mask" in arguments:
+        arguments = arguments | {"attention_mask": torch.tensor(arguments["attention_mask"])}
     with pytest.raises(ValueError, match=message):
-        pair.engine.submit(prompt(5), **({"max_new_tokens": 3} | arguments))
+        pair.engine.submit(prompt(1, 5), **({"max_new_tokens": 3} | arguments))
     settle(pair)
 
 
@@ -205,6 +209,14 @@ def test_score_of_ends(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> 
     assert hits >= 36 * len(ends)
     assert pair.engine.score([[5], [5, 6]], top=2, first=2) == [[], []]
     settle(pair)
+
+
+def test_score_of_what_just_fits(make_pair: MakePair) -> None:
+    """Would break: room for the keys of the last token, which nothing reads."""
+    pair = make_pair(num_blocks=2, block_size=16)
+    assert len(pair.engine.score([[5] * 33])[0]) == 32
+    with pytest.raises(ValueError, match="needs 3 KV blocks"):
+        pair.engine.score([[5] * 34])
 
 
 @pytest.mark.parametrize(

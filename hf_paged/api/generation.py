@@ -30,9 +30,10 @@ from transformers.generation import GenerationMode
 from hf_paged.api.batch_methods import PagedBatchMixin
 from hf_paged.api.encodings import decodes_again, encoded, encoding
 from hf_paged.api.engine_of import engine_of
+from hf_paged.api.given_call import why_not_embedded
 from hf_paged.api.loops import prepare, run_call
 from hf_paged.api.rank_calls import run_on_ranks
-from hf_paged.api.routing import fall_back, why_not_embedded, why_not_stateful, why_stock
+from hf_paged.api.routing import fall_back, why_not_stateful, why_stock
 from hf_paged.attention.cache import PagedCache
 from hf_paged.core.interrupts import allowed_interrupt, deferred_interrupt
 from hf_paged.engine.call_context import call_context, within
@@ -178,7 +179,8 @@ class PagedGenerationMixin(PagedBatchMixin):
                 model_kwargs["attention_mask"] = torch.ones(len(given.sequences), length, dtype=torch.int64)
         else:
             reason = why_stock(self, generation_config, given, verifies_drafts)
-            reason = reason or why_not_stateful(engine, model_kwargs) or why_not_embedded(engine, model_kwargs)
+            reason = reason or why_not_stateful(engine, model_kwargs)
+            reason = reason or why_not_embedded(self, model_kwargs.get("inputs_embeds"))
         if reason is not None:
             fall_back(engine, reason)
         fan_out = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hf_paged.api.engine_of import engine_of
 from hf_paged.attention.cache import PagedCache
+from hf_paged.core.errors import UnsupportedCallError
 from hf_paged.core.sequence import Source
 from hf_paged.kernels.transfers import to_host
 from hf_paged.model.cache_argument import CACHE_ARGUMENTS
@@ -74,6 +75,14 @@ def check_continuation(cache: PagedCache, tokens: Tensor, mask: Tensor | None) -
                 )
 
 
+def why_not_embedded(model: Any, embeddings: Tensor | None) -> str | None:
+    """Why these can't stand in the place of ids in a step that has ids, too, or `None`."""
+    bound = engine_of(model).core.bound
+    looks_up_more = bound.wrapper is None and bound.text_config.model_type == "gemma3n_text"
+    given = looks_up_more and embeddings is not None
+    return "inputs_embeds of a model whose layers look up token ids, too" if given else None
+
+
 def forward_call(self: Any, cache: PagedCache, given: dict[str, Any]) -> ForwardCall:
     """The arguments of a forward over a `PagedCache` (by name; taken out of the dict), to be looked at."""
     bound = engine_of(self).core.bound
@@ -87,6 +96,8 @@ def forward_call(self: Any, cache: PagedCache, given: dict[str, Any]) -> Forward
         sources=sources,
     )
     check_tokens(call.tokens)
+    if (reason := why_not_embedded(self, call.inputs_embeds)) is not None:
+        raise UnsupportedCallError(f"{reason}, over a PagedCache: give input_ids, or no cache")
     if not bound.chooses_logits:  # its forward ignores it
         call.logits_to_keep = 0
     for name in (*CACHE_ARGUMENTS, "use_cache", *IGNORED_BY_FORWARD):

@@ -98,14 +98,6 @@ def why_not_stateful(engine: Engine, arguments: dict[str, Any]) -> str | None:
     return "its attention_mask is not that of prompts padded on the left, and layers of the model keep a state"
 
 
-def why_not_embedded(engine: Engine, arguments: dict[str, Any]) -> str | None:
-    """Why a call with embeddings in the place of ids can't share steps, or `None`."""
-    bound = engine.core.bound
-    looks_up_more = bool(getattr(bound.text_config, "hidden_size_per_layer_input", None)) and bound.wrapper is None
-    given = looks_up_more and arguments.get("inputs_embeds") is not None
-    return "inputs_embeds of a model whose layers look up token ids, too" if given else None
-
-
 def _why_not_padded(engine: Engine, mask: Any) -> str | None:
     """Why a decoder can't be given prompts with this mask, or `None`."""
     if not isinstance(mask, Tensor) or bool(mask.all()):

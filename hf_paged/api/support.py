@@ -156,7 +156,8 @@ def look_at(model: Any, is_exact_asked: bool = False) -> SupportReport:
 
 def _notes(model: PreTrainedModel) -> tuple[str, ...]:
     """Why a model that can be patched may not give stock's tokens, or takes the same adapters for all rows."""
-    why = peft_layers.why_shared(model, model.modules(), ranks_of(model) is None, in_steps(model))
+    stepped = in_steps(model) if peft_layers.tuners_among(model.modules()) else None
+    why = peft_layers.why_shared(model, model.modules(), ranks_of(model) is None, stepped)
     same = () if why is None else (f"rows of a step share their adapters, by PEFT's own code: {why}",)
     mixed = [name for name, module in model.named_modules() if _scales_by_batch(module)]
     if not mixed:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_paged.kernels.transfers import to_host
+from hf_paged.model.peft_layers import without_adapters
 
 _NOT_TAKEN = {
     "streamer": "iterate the request instead",
@@ -97,7 +98,7 @@ def one_source(given: Any, arguments: dict[str, Any], model: Any) -> Tensor | No
 def check_ids(low: int, high: int, model: Any) -> None:
     """Raises `ValueError` if the lowest or the highest id of a prompt has no embedding."""
     try:
-        vocab_size = getattr(model.get_input_embeddings(), "num_embeddings", high + 1)
+        vocab_size = getattr(without_adapters(model.get_input_embeddings()), "num_embeddings", high + 1)
     except NotImplementedError:  # a model that doesn't say where its embeddings are
         return
     if low < 0 or high >= vocab_size:

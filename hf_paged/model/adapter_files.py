@@ -177,12 +177,11 @@ class _Reader:
 
         config, key = self.config, next(iter(keys.values()))
         name, module = self._find(layer, key)
+        self._check_stepped(key, module)
         if OF_LATENTS in name.split("."):
             raise ValueError(f"{key}: {OF_LATENTS} makes keys and values of what is cached, for rows of any adapters")
         width, columns = _sizes(module, key)
-        is_embedding, stepped = isinstance(module, nn.Embedding), in_steps(self.model)
-        if stepped is not None and (is_embedding or id(module) not in stepped):
-            raise ValueError(f"{key}: {PREPARES}; use PEFT's own, with the same adapters for all rows")
+        is_embedding = isinstance(module, nn.Embedding)
         names = ["lora_embedding_A", "lora_embedding_B"] if is_embedding else ["lora_A.weight", "lora_B.weight"]
         names += ["lora_B.bias"] * config.lora_bias + ["lora_magnitude_vector"] * config.use_dora
         if differing := sorted(keys.keys() ^ set(names)):
@@ -202,7 +201,9 @@ class _Reader:
         (weights.embeddings if is_embedding else weights.linears)[name] = low
 
     def _read_module(self, weights: AdapterWeights, plain: str, keys: dict[str, str]) -> None:
-        name, module = self._find(plain, next(iter(keys.values())))
+        key = next(iter(keys.values()))
+        name, module = self._find(plain, key)
+        self._check_stepped(key, module)
         own = module.state_dict()
         if differing := sorted(own.keys() ^ keys.keys()):
             raise ValueError(f"{plain}.{differing[0]}: it is in only one of the model's {plain} and the file's")
@@ -241,6 +242,14 @@ class _Reader:
                 names.append(next(x for x in INNER if x in module._modules))
                 module = module.get_submodule(names[-1])
         return ".".join(names), module
+
+    def _check_stepped(self, key: str, module: nn.Module) -> None:
+        if (stepped := self._stepped) is not None and (isinstance(module, nn.Embedding) or id(module) not in stepped):
+            raise ValueError(f"{key}: {PREPARES}; use PEFT's own, with the same adapters for all rows")
+
+    @cached_property
+    def _stepped(self) -> set[int] | None:
+        return in_steps(self.model)
 
     def _tensor(self, key: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor in memory of its own, contiguous and finite, of this dtype, or else in float32 or bfloat16."""

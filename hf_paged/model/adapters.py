@@ -54,6 +54,7 @@ class Adapters:
         self.why_own_code: str | None = None
         self._layers: list[AdaptedLayer] = []
         self._tuners: list[Any] = []
+        self._stepped: set[int] | None = None
         self._sets: OrderedDict[Hashable, Adapter] = OrderedDict()
         self._live: weakref.WeakSet[Adapter] = weakref.WeakSet()
         self._loaded: weakref.WeakValueDictionary[int, Adapter] = weakref.WeakValueDictionary()
@@ -80,10 +81,10 @@ class Adapters:
         is_replaced = self._find_named(model, modules)
         if is_replaced or len(tuners) != len(self._tuners) or any(map(operator.is_not, tuners, self._tuners)):
             self._tuners = tuners
+            self._stepped = in_steps(model) if tuners else None
             self._sets.clear()
             self._set_layers(model)
-        stepped = in_steps(model) if tuners else None
-        self.why_own_code = peft_layers.why_shared(model, modules, self._is_whole, stepped)
+        self.why_own_code = peft_layers.why_shared(model, modules, self._is_whole, self._stepped)
         return modules if self.is_by_row else all_modules(model)
 
     def modules(self, model: nn.Module) -> list[nn.Module]:

@@ -253,8 +253,10 @@ def in_steps(model: Any) -> set[int] | None:
     path = inner_path(model)
     if not path:
         return None
-    own = {*map(id, model.get_submodule(path).modules()), id(model.get_output_embeddings())}
-    return own - {id(model.get_input_embeddings())}
+    text, head = model.get_submodule(path), model.get_output_embeddings()
+    own = [*text.modules(), *([] if head is None else [head, without_adapters(head)])]
+    embeddings = model.get_input_embeddings(), getattr(text, "embed_tokens_per_layer", None)
+    return set(map(id, own)) - set(map(id, embeddings))
 
 
 def token_positions(positions: Tensor) -> Tensor:

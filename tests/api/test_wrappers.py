@@ -229,16 +229,29 @@ def test_lora(targets: Any, tmp_path: Path) -> None:
         texts[name] = stock.generate(**call, max_new_tokens=NEW)[0, call["input_ids"].shape[1] :].tolist()
         if isinstance(targets, list):
             assert torch.equal(*[each.generate(**call, **details).sequences for each in (stock, model)])
+    assert texts["one"] != texts["two"], "the adapters change nothing"
     asked = {key: value for key, value in call.items() if key != "input_ids"} | {"max_new_tokens": NEW}
     if isinstance(targets, list):  # not the language model's layers alone
         with pytest.raises(ValueError, match="what reads pictures"):
             engine.submit(call["input_ids"], adapter="one", **asked)
         with pytest.raises(ValueError, match="what reads pictures"):
             engine.load_adapter("loaded", tmp_path / "two")
+        with pytest.raises(ValueError, match="token id 1000 is outside"):
+            engine.submit([1000])
     else:
         engine.load_adapter("loaded", tmp_path / "two")
         for name, own in (("one", "one"), ("two", "two"), ("loaded", "two")):
             assert engine.submit(call["input_ids"], adapter=name, **asked).result(PATIENCE).token_ids == texts[own]
+
+
+def test_a_projector_that_an_adapter_has_saved(tmp_path: Path) -> None:
+    """Would break: pictures that are read by the base's projector, where a loaded adapter has one of its own."""
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(target_modules=r".*language_model.*\.q_proj", modules_to_save=["multi_modal_projector"])
+    peft.get_peft_model(build_wrapper("llava"), lora).save_pretrained(tmp_path)
+    model = hf_paged.patch(build_wrapper("llava"), num_blocks=64)
+    with pytest.raises(ValueError, match="what reads pictures"):
+        model.paged.load_adapter("saved", tmp_path)
 
 
 @pytest.mark.parametrize("name", ["qwen2_audio", "llava"])

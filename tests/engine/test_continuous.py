@@ -497,9 +497,6 @@ def test_embeddings_beside_ids(name: str) -> None:
     alone = model.paged.submit(prompt, **given, **own).result(PATIENCE)
     assert alone.token_ids == expected
     model.paged.reset_prefix_cache()
-    if name == "gemma3n":
-        with pytest.raises(hf_paged.UnsupportedCallError, match="look up token ids"):
-            model(inputs_embeds=embeds, past_key_values=PagedCache(model))
     model.paged.pause()
     request = model.paged.submit(prompt, **given, **own)
     call = in_background(model.generate, inputs_embeds=embeds, **given)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import hf_paged
-from helpers.models import build
+from helpers.models import build, random_ids
 from hf_paged.engine.leader import Leader
 
 
@@ -45,3 +45,12 @@ def test_a_whole_model_follows_nobody() -> None:
     model: Any = hf_paged.patch(build("llama"), num_blocks=8)
     with pytest.raises(RuntimeError, match="not split"):
         model.paged.follow()
+
+
+def test_ranks_have_what_they_agreed_on() -> None:
+    """Would break: a rank whose own memory gives it another swap space: it never ends a copy."""
+    model: Any = hf_paged.patch(build("llama"), num_blocks=8)
+    model.paged.core.pool.limit(6, 3)
+    model.generate(random_ids(1, 4), max_new_tokens=2)
+    found = model.paged.snapshot()
+    assert (found["num_blocks"], found["num_swap_blocks"]) == (6, 3)
